@@ -1,0 +1,1 @@
+"""Per-layer comparison of checkpoints: verify, compare, reports."""

@@ -1,0 +1,126 @@
+"""The error tree. Every error a user can cause says what was found, what was expected and where.
+
+    QuantloadError
+    +-- CheckpointError            the files of a checkpoint are not what they claim to be
+    |   +-- HeaderError            a safetensors or GGUF header is damaged, truncated or lies
+    |   +-- MissingTensor          a tensor that the model or the format needs is not in the files
+    |   +-- UnexpectedTensor       a tensor in the files has no place in the model
+    |   +-- SourceNotFound         no such folder, file or hub repository, or no access to it
+    +-- FormatError                the quantization format cannot be read or written
+    |   +-- UnknownFormat          not a format that quantload reads
+    |   +-- UnsupportedVariant     a known format, in a variant that quantload does not read
+    |   +-- FormatMismatch         config and tensor headers contradict each other
+    +-- ConfigError                rules, schemes or options do not fit
+    |   +-- UnknownScheme          not the name of a scheme
+    |   +-- UnusedRule             a rule that matches no module
+    |   +-- RuleSplitsStack        a rule that quantizes q/k/v or gate/up differently
+    +-- OutputError                the output folder cannot be used or written
+    +-- ShapeError                 shapes do not fit each other
+    +-- ModelError                 transformers cannot build or run the model
+    +-- AccuracyError              a measured error is above its limit
+    +-- NotComparable              two checkpoints are not of the same model
+
+Message form: what is wrong, found and expected values in backticks, the place; then, where we
+know a way out, a blank line and `hint:`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class QuantloadError(Exception):
+    """Any error that quantload raises on purpose.
+
+    Args:
+        message: What is wrong, with the values found and expected, and where.
+        hint: A way out, if there is one.
+    """
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        self.message = message
+        self.hint = hint
+        super().__init__(f"{message}\n\nhint: {hint}" if hint else message)
+
+
+class CheckpointError(QuantloadError, ValueError):
+    """The files of a checkpoint are not what they claim to be."""
+
+
+class HeaderError(CheckpointError):
+    """A safetensors or GGUF header is damaged, truncated or does not fit the file."""
+
+
+class MissingTensor(CheckpointError):
+    """A tensor that the model or the format needs is not in the checkpoint."""
+
+
+class UnexpectedTensor(CheckpointError):
+    """A tensor in the checkpoint has no place in the model."""
+
+
+class SourceNotFound(CheckpointError):
+    """There is no such folder, file or hub repository, or no access to it."""
+
+
+class FormatError(QuantloadError, ValueError):
+    """The quantization format cannot be read or written."""
+
+
+class UnknownFormat(FormatError):
+    """The checkpoint is in a format that quantload does not read."""
+
+
+class UnsupportedVariant(FormatError):
+    """The format is known, but not this variant of it."""
+
+
+class FormatMismatch(FormatError):
+    """The quantization config and the tensor headers contradict each other."""
+
+
+class ConfigError(QuantloadError, ValueError):
+    """Rules, schemes or options do not fit."""
+
+
+class UnknownScheme(ConfigError):
+    """The name is not the name of a scheme."""
+
+
+class UnusedRule(ConfigError):
+    """A rule matches no module of the checkpoint."""
+
+
+class RuleSplitsStack(ConfigError):
+    """A rule gives the members of one fused layer different schemes."""
+
+
+class OutputError(QuantloadError, OSError):
+    """The output folder cannot be used or could not be written."""
+
+    def __str__(self) -> str:  # OSError would print a tuple of its arguments
+        return str(self.args[0])
+
+
+class ShapeError(QuantloadError, ValueError):
+    """Shapes do not fit each other."""
+
+
+class ModelError(QuantloadError, ValueError):
+    """transformers cannot build or run the model."""
+
+
+class AccuracyError(QuantloadError):
+    """A measured error is above its limit."""
+
+
+class NotComparable(QuantloadError, ValueError):
+    """Two checkpoints are not of the same model."""
+
+
+def listed(items: Iterable[object], *, limit: int = 5) -> str:
+    """Join sorted items in backticks, cut at `limit`: "`a`, `b` and 12 more"."""
+    names = sorted(str(item) for item in items)
+    shown = ", ".join(f"`{name}`" for name in names[:limit])
+    more = len(names) - limit
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,1 @@
+"""Modules: quantized linear layers, fused stacks, and the surgery on transformers models."""

@@ -1,0 +1,109 @@
+"""An open checkpoint: its config, the headers of its tensors, and lazy reads of single tensors.
+
+Opening reads headers only. Which files count (a folder's index, a hub repository, a GGUF file) is
+decided in `loader/open.py`; a checkpoint only knows the result.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantload.errors import HeaderError, MissingTensor
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies, as its file's header says.
+
+    Args:
+        name: Name in the checkpoint (for GGUF: the Hugging Face name).
+        dtype: dtype of the stored elements; uint8 for blocks of a GGUF type.
+        shape: Shape of the stored elements.
+        file: File that holds it.
+        start: First byte in the file.
+        num_bytes: Length in bytes.
+        block_type: GGUF type such as "Q4_1" if the bytes are its blocks, else "".
+        interleaved_heads: Heads whose rows GGUF stores rotated pair by pair; 0 if stored in order.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    num_bytes: int
+    block_type: str = ""
+    interleaved_heads: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        """Number of stored elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint.
+
+    Args:
+        name: What the user called it, for messages.
+        folder: Folder whose side files (tokenizer, licence, ...) belong to it.
+        config: config.json, or what stands for it.
+        tensors: Headers by tensor name, in natural order of names.
+        gguf_file: The GGUF file, if it is one.
+        quantization_config: The quantization config, wherever it was found; None if there is none.
+        quantization_config_file: Name of the file it was found in.
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorEntry]
+    gguf_file: Path | None = None
+    quantization_config: Mapping[str, Any] | None = None
+    quantization_config_file: str = "config.json"
+    warnings: tuple[str, ...] = field(default=())
+
+    def read(self, tensor_name: str) -> Tensor:
+        """Read one tensor into new memory, as stored (GGUF blocks as [rows, bytes] uint8).
+
+        Raises:
+            MissingTensor: There is no tensor of this name.
+            HeaderError: The file is shorter than its header says.
+        """
+        entry = self.tensors.get(tensor_name)
+        if entry is None:
+            raise MissingTensor(f"tensor `{tensor_name}` is not in `{self.name}`")
+        return read_entry(entry)
+
+
+def read_entry(entry: TensorEntry) -> Tensor:
+    """Read the bytes of one tensor; see `Checkpoint.read`."""
+    raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
+    if entry.num_bytes:
+        _read_into(entry, memoryview(raw.numpy()))
+    return raw.view(entry.dtype).reshape(entry.shape)
+
+
+def _read_into(entry: TensorEntry, buffer: memoryview) -> None:
+    done = 0
+    with entry.file.open("rb", buffering=0) as file:
+        while done < entry.num_bytes:
+            got = os.preadv(file.fileno(), [buffer[done:]], entry.start + done)
+            if got == 0:
+                raise HeaderError(
+                    f"file ends inside tensor `{entry.name}`: {done} of {entry.num_bytes} bytes "
+                    f"are there, in `{entry.file}`",
+                    hint="the file is truncated; download it again",
+                )
+            done += got

@@ -1,0 +1,1 @@
+"""Names only: which module a checkpoint tensor belongs to, which modules form one fused layer."""

@@ -1,0 +1,88 @@
+"""What is known about the modules of a model, in the names of its checkpoint.
+
+The facts come from a probe of the transformers model (built without memory), or, where the model
+cannot be built, from a table of names. Everything that decides by kind or by fused group asks
+these facts, and the plan prints where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["linear", "embedding", "head", "convolution", "other"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Facts about the modules of one checkpoint.
+
+    Args:
+        kinds: Kind of each module that owns a weight, by checkpoint name.
+        groups: Fused groups: checkpoint names of linear layers that read the same input (q/k/v,
+            gate/up), in the order in which they are stacked.
+        tied: Modules whose weight is another module's: {"lm_head": "model.embed_tokens"}.
+        aliases: Other names of a module, for example the one in the transformers model.
+        origin: "model probe" or "name table".
+    """
+
+    kinds: Mapping[str, Kind]
+    groups: tuple[tuple[str, ...], ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    origin: str = "model probe"
+
+    def names_of(self, module: str) -> tuple[str, ...]:
+        """Return the checkpoint name of a module and its aliases."""
+        return (module, *self.aliases.get(module, ()))
+
+
+# Components of fused groups, for architectures that cannot be probed. Order is stacking order.
+_STACKED_NAMES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+_EMBEDDINGS = {"embed_tokens", "wte", "wpe", "word_embeddings", "position_embeddings", "embeddings"}
+_HEADS = {"lm_head", "embed_out", "output_layer"}
+
+
+def facts_from_names(modules: Iterable[str], *, tied_head: bool) -> ModelFacts:
+    """Guess kinds and fused groups from the names of modules with a two-dimensional weight.
+
+    Args:
+        modules: Checkpoint names of modules with a 2-D weight.
+        tied_head: True if the config ties the head to the input embedding.
+    """
+    names = sorted(modules)
+    kinds: dict[str, Kind] = {name: _kind_by_name(name) for name in names}
+    embedding = next((name for name in names if kinds[name] == "embedding"), None)
+    has_head = any(kind == "head" for kind in kinds.values())
+    tied = {"lm_head": embedding} if tied_head and embedding and not has_head else {}
+    return ModelFacts(
+        kinds=kinds, groups=groups_from_names(names), tied=tied, origin="name table"
+    )
+
+
+def groups_from_names(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the fused groups that the usual names of siblings suggest, where all members exist."""
+    names = set(modules)
+    groups = []
+    for name in sorted(names):
+        parent, _, last = name.rpartition(".")
+        for stacked in _STACKED_NAMES:
+            members = tuple(f"{parent}.{part}" if parent else part for part in stacked)
+            if last == stacked[0] and names.issuperset(members):
+                groups.append(members)
+    return tuple(groups)
+
+
+def _kind_by_name(name: str) -> Kind:
+    last = name.rpartition(".")[2]
+    if last in _EMBEDDINGS:
+        return "embedding"
+    if last in _HEADS:
+        return "head"
+    return "linear"

@@ -1,0 +1,96 @@
+"""Number grids: the sets of values that a code can stand for.
+
+    int2 .. int8     signed integers, two's complement range, stored as int8
+    uint2 .. uint8   unsigned integers, stored as uint8
+    e4m3, e5m2       OCP FP8 (finite e4m3 as in `float8_e4m3fn`), stored in torch's own dtype
+    e2m1             OCP FP4, code 0..15 with the sign in bit 3, stored as uint8
+    table            any 16 values (nf4, fp4 of bitsandbytes), code 0..15, stored as uint8
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A set of numbers and how their codes are stored.
+
+    Args:
+        name: Name in the field's notation, for example "int4" or "e4m3".
+        bits: Bits of one code.
+        low: Smallest value.
+        high: Largest value.
+        storage: dtype that holds one code per element.
+        table: For grids without a formula, the value of code 0, 1, 2, ...
+    """
+
+    name: str
+    bits: int
+    low: float
+    high: float
+    storage: torch.dtype
+    table: tuple[float, ...] | None = None
+
+    @property
+    def is_integer(self) -> bool:
+        """True if every value is an integer and codes are the values themselves."""
+        return self.table is None and self.storage in (torch.int8, torch.uint8)
+
+    @property
+    def is_float8(self) -> bool:
+        """True if codes are stored in one of torch's FP8 dtypes."""
+        return self.storage in _FLOAT8.values()
+
+    def values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the value of every code, in a new tensor of `dtype`; shape kept."""
+        if self.table is None:
+            return codes.to(dtype)
+        table = torch.tensor(self.table, dtype=dtype, device=codes.device)
+        return table[codes.to(torch.int64)]
+
+    def round(self, scaled: Tensor) -> Tensor:
+        """Clamp to the range and round to the nearest value, ties to even; return codes.
+
+        Args:
+            scaled: [...] any float dtype; must be finite. The sum of clamping and rounding
+                happens in this dtype, as compressed-tensors does it.
+
+        Returns:
+            [...] codes in the grid's storage dtype.
+        """
+        assert self.table is None, f"rounding to the table grid {self.name} is not built"
+        clamped = scaled.clamp(self.low, self.high)
+        if self.is_float8:
+            return clamped.to(self.storage)
+        return clamped.round().to(self.storage)
+
+
+def int_grid(bits: int) -> Grid:
+    """Signed integers of `bits` bits: -2^(bits-1) .. 2^(bits-1) - 1."""
+    half = 1 << (bits - 1)
+    return Grid(f"int{bits}", bits, -half, half - 1, torch.int8)
+
+
+def uint_grid(bits: int) -> Grid:
+    """Unsigned integers of `bits` bits: 0 .. 2^bits - 1."""
+    return Grid(f"uint{bits}", bits, 0, (1 << bits) - 1, torch.uint8)
+
+
+def table_grid(name: str, table: tuple[float, ...]) -> Grid:
+    """A grid given by the values of its codes, for example nf4."""
+    bits = (len(table) - 1).bit_length()
+    return Grid(name, bits, min(table), max(table), torch.uint8, table)
+
+
+E4M3 = Grid("e4m3", 8, -448.0, 448.0, torch.float8_e4m3fn)
+E5M2 = Grid("e5m2", 8, -57344.0, 57344.0, torch.float8_e5m2)
+E2M1 = table_grid("e2m1", _E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES))
+INT4 = int_grid(4)
+INT8 = int_grid(8)

@@ -1,0 +1,347 @@
+"""`QuantTensor`: the one canonical quantized weight between all formats and everything else.
+
+    affine form   W[n, k] = (value(code[n, k]) - zero[n', k']) * scale[n', k']
+    offset form   W[n, k] =  value(code[n, k]) * scale[n', k'] + offset[n', k']
+                  n' = n // block_rows,  k' = k // block_columns  (or group_of[k])
+
+and, where present, `outer[n]`: a factor or divisor per tensor or per row.
+
+Codes are logical `[N, K]`, output features first, one code per element. `scale`, `zero`, `offset`
+and `outer` keep the dtype they had on disk. The dtype and order of evaluation are part of the
+tensor, since producers differ in them and the rounding shows: `dequantize` gives the producer's own
+bits. Stacking and slicing only repeat or select scales: they are exact, and never refuse because
+a cut runs through a block.
+
+Letters: N output features, K input features, R blocks of rows, G groups of columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quantload.errors import ShapeError
+from quantload.quant.grid import Grid
+
+OuterUse = Literal["scale*", "scale/", "value*", "value/"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """In which dtype and order a producer turns codes into values.
+
+    Args:
+        dtype: Every operand is cast to this, and every operation rounds to it.
+        outer: "scale*" and "scale/": the scale is multiplied or divided by `outer` before it meets
+            the values. "value*" and "value/": the finished values are.
+    """
+
+    dtype: torch.dtype
+    outer: OuterUse = "scale*"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QuantTensor:
+    """A quantized weight in canonical form; see the top of this file for the formula.
+
+    Args:
+        grid: What a code stands for.
+        codes: [N, K] in `grid.storage`.
+        scale: [R, G], float or e8m0 dtype, multiplier.
+        zero: [R, G], in units of a code; affine form only.
+        offset: [R, G], in units of a weight; offset form only.
+        outer: [1, 1] or [N, 1], float.
+        block: Rows and columns that share one scale; R = ceil(N / rows), G = ceil(K / columns).
+            The last block may be partial.
+        group_of: [K] int32, the group of each column (act-order); `block[1]` is then unused.
+        evaluation: dtype and order of the arithmetic.
+
+    Raises:
+        ShapeError: The parts do not fit each other.
+    """
+
+    grid: Grid
+    codes: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+    evaluation: Evaluation
+    zero: Tensor | None = None
+    offset: Tensor | None = None
+    outer: Tensor | None = None
+    group_of: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.codes.ndim != 2 or self.codes.dtype != self.grid.storage:
+            raise ShapeError(
+                f"codes of grid `{self.grid.name}` are `{self.codes.dtype}` of shape "
+                f"`{tuple(self.codes.shape)}`, expected `{self.grid.storage}` of shape [N, K]"
+            )
+        if min(self.block) < 1:
+            raise ShapeError(f"block `{self.block}`, expected positive sizes")
+        expected = self._grid_shape()
+        for name in ("scale", "zero", "offset"):
+            part: Tensor | None = getattr(self, name)
+            if part is not None and tuple(part.shape) != expected:
+                raise ShapeError(
+                    f"`{name}` has shape `{tuple(part.shape)}`, expected `{expected}` for codes of "
+                    f"shape `{tuple(self.codes.shape)}` and blocks of `{self.block}`"
+                )
+        if self.zero is not None and self.offset is not None:
+            raise ShapeError("a quantized tensor has a zero point or an offset, not both")
+        n_rows = self.codes.shape[0]
+        if self.outer is not None and tuple(self.outer.shape) not in ((1, 1), (n_rows, 1)):
+            raise ShapeError(
+                f"`outer` has shape `{tuple(self.outer.shape)}`, expected (1, 1) or ({n_rows}, 1)"
+            )
+        if self.group_of is not None and tuple(self.group_of.shape) != (self.codes.shape[1],):
+            raise ShapeError(
+                f"`group_of` has shape `{tuple(self.group_of.shape)}`, "
+                f"expected ({self.codes.shape[1]},)"
+            )
+
+    def _grid_shape(self) -> tuple[int, int]:
+        n_rows, n_columns = self.codes.shape
+        groups = (
+            self.scale.shape[-1]
+            if self.group_of is not None
+            else -(-n_columns // self.block[1])
+        )
+        return -(-n_rows // self.block[0]), groups
+
+    # -- facts ---------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.codes.device
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parts that are tensors, by field name."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+
+    def to(self, device: torch.device | str) -> QuantTensor:
+        """Return the same tensor on `device`."""
+        return replace(self, **{name: part.to(device) for name, part in self.tensors().items()})
+
+    # -- values --------------------------------------------------------------------------------
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the weight [N, K], evaluated as the producer does, then cast to `dtype`.
+
+        Args:
+            dtype: dtype of the result; None keeps `evaluation.dtype`.
+        """
+        working = self.evaluation.dtype
+        values = self.grid.values(self.codes, working)
+        scale = self._scale_with_outer().to(working)
+        if self.zero is not None:
+            values = self._apply(torch.Tensor.sub_, values, self.zero.to(working))
+        values = self._apply(torch.Tensor.mul_, values, scale)
+        if self.offset is not None:
+            values = self._apply(torch.Tensor.add_, values, self.offset.to(working))
+        if self.outer is not None and self.evaluation.outer.startswith("value"):
+            outer = self.outer.to(working)
+            values = values.mul_(outer) if self.evaluation.outer == "value*" else values.div_(outer)
+        return values if dtype is None else values.to(dtype)
+
+    def _scale_with_outer(self) -> Tensor:
+        """[R or N, G] scale, with `outer` applied where it belongs to the scale."""
+        if self.outer is None or self.evaluation.outer.startswith("value"):
+            return self.scale
+        working = self.evaluation.dtype
+        outer = self.outer.to(working)
+        scale = self.scale.to(working)
+        if outer.shape[0] != 1:
+            scale = self._per_row(scale)
+        return scale * outer if self.evaluation.outer == "scale*" else scale / outer
+
+    def _per_row(self, part: Tensor) -> Tensor:
+        """Repeat [R, G] along the rows to [N, G]; no copy where one row serves all."""
+        n_rows = self.codes.shape[0]
+        if part.shape[0] == n_rows:
+            return part
+        if part.shape[0] == 1:
+            return part.expand(n_rows, -1)
+        return part.repeat_interleave(self.block[0], dim=0)[:n_rows]
+
+    def _apply(self, operation, values: Tensor, part: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: ANN001
+        """Apply an in-place operation with a [R, G] part spread over [N, K] values."""
+        part = self._per_row(part)
+        columns = self.codes.shape[1]
+        if part.shape[1] == 1:
+            return operation(values, part)  # type: ignore[no-any-return]
+        if self.group_of is not None:
+            return operation(values, part[:, self.group_of.long()])  # type: ignore[no-any-return]
+        if columns % self.block[1] == 0:
+            operation(values.unflatten(1, (part.shape[1], self.block[1])), part.unsqueeze(-1))
+            return values
+        spread = part.repeat_interleave(self.block[1], dim=1)[:, :columns]
+        return operation(values, spread)  # type: ignore[no-any-return]
+
+    # -- exact rearrangements ------------------------------------------------------------------
+
+    def refined(self, block: tuple[int, int]) -> QuantTensor:
+        """Repeat scales so that blocks of `block` rows and columns share one; the values stay equal.
+
+        Raises:
+            ShapeError: `block` does not divide the present block.
+        """
+        if block == self.block:
+            return self
+        n_rows, n_columns = self.shape
+        for axis, (new, old, length) in enumerate(zip(block, self.block, self.shape, strict=True)):
+            if old % new and length > old:
+                raise ShapeError(f"block size {old} of axis {axis} cannot be refined to {new}")
+        rows = torch.arange(-(-n_rows // block[0]), device=self.device) * block[0] // self.block[0]
+        columns = (
+            torch.arange(self.scale.shape[1], device=self.device)
+            if self.group_of is not None
+            else torch.arange(-(-n_columns // block[1]), device=self.device)
+            * block[1]
+            // self.block[1]
+        )
+        parts = {
+            name: part[rows][:, columns]
+            for name, part in self.tensors().items()
+            if name in ("scale", "zero", "offset")
+        }
+        return replace(self, block=block, **parts)
+
+    def rows(self, start: int, stop: int) -> QuantTensor:
+        """Return rows start..stop (output features); a cut inside a block refines the scales."""
+        self._check_range("rows", start, stop, self.shape[0])
+        block_rows = self.block[0]
+        if start // block_rows == (stop - 1) // block_rows:  # inside one block
+            first, last, block_rows, tensor = start // block_rows, start // block_rows + 1, stop - start, self
+        else:
+            block_rows = math.gcd(start, block_rows)
+            tensor = self.refined((block_rows, self.block[1]))
+            first, last = start // block_rows, -(-stop // block_rows)
+        parts = {
+            name: part[first:last]
+            for name, part in tensor.tensors().items()
+            if name in ("scale", "zero", "offset")
+        }
+        outer = self.outer
+        if outer is not None and outer.shape[0] != 1:
+            outer = outer[start:stop]
+        return replace(
+            tensor,
+            codes=self.codes[start:stop],
+            block=(block_rows, self.block[1]),
+            outer=outer,
+            **parts,
+        )
+
+    def columns(self, start: int, stop: int) -> QuantTensor:
+        """Return columns start..stop (input features); a cut inside a group refines the scales."""
+        self._check_range("columns", start, stop, self.shape[1])
+        if self.group_of is not None:  # scales stay whole, group numbers stay global
+            return replace(
+                self, codes=self.codes[:, start:stop], group_of=self.group_of[start:stop]
+            )
+        size = self.block[1]
+        if start // size == (stop - 1) // size:
+            first, last, size, tensor = start // size, start // size + 1, stop - start, self
+        else:
+            size = math.gcd(start, size)
+            tensor = self.refined((self.block[0], size))
+            first, last = start // size, -(-stop // size)
+        parts = {
+            name: part[:, first:last]
+            for name, part in tensor.tensors().items()
+            if name in ("scale", "zero", "offset")
+        }
+        return replace(
+            tensor, codes=self.codes[:, start:stop], block=(self.block[0], size), **parts
+        )
+
+    @staticmethod
+    def _check_range(what: str, start: int, stop: int, length: int) -> None:
+        if not 0 <= start < stop <= length:
+            raise ShapeError(f"{what} {start}..{stop} of a tensor with {length} {what}")
+
+
+def why_not_stackable(members: Sequence[QuantTensor]) -> str | None:
+    """Say why the members cannot become one tensor, or None if they can."""
+    first = members[0]
+    for other in members[1:]:
+        if other.shape[1] != first.shape[1]:
+            return f"input widths differ: {first.shape[1]} and {other.shape[1]}"
+        if other.grid != first.grid:
+            return f"grids differ: {first.grid.name} and {other.grid.name}"
+        if other.evaluation != first.evaluation or other.scale.dtype != first.scale.dtype:
+            return "dtype or order of evaluation differ"
+        for name in ("zero", "offset"):
+            one, two = getattr(first, name), getattr(other, name)
+            if (one is None) != (two is None) or (one is not None and one.dtype != two.dtype):
+                return f"only some have a `{name}`, or their dtypes differ"
+        if (first.group_of is None) != (other.group_of is None):
+            return "only some are ordered by activation"
+        if first.group_of is not None and not torch.equal(first.group_of, other.group_of):
+            return "their act-orders differ"
+    return None
+
+
+def stack(members: Sequence[QuantTensor]) -> QuantTensor:
+    """Concatenate along the output features, exactly: scales are repeated where blocks differ.
+
+    Args:
+        members: Tensors [N_i, K] on one grid with one order of evaluation.
+
+    Returns:
+        [sum of N_i, K]; rows of member i follow those of member i - 1.
+
+    Raises:
+        ShapeError: The members are not of one kind; see `why_not_stackable`.
+    """
+    reason = why_not_stackable(members)
+    if reason is not None:
+        raise ShapeError(f"tensors cannot be stacked: {reason}")
+    if len(members) == 1:
+        return members[0]
+    block = (_common_rows(members), _common_columns(members))
+    refined = [member.refined(block) for member in members]
+    parts = {
+        name: torch.cat([member.tensors()[name] for member in refined])
+        for name in refined[0].tensors()
+        if name in ("codes", "scale", "zero", "offset")
+    }
+    return replace(refined[0], block=block, outer=_stacked_outer(members), **parts)
+
+
+def _common_rows(members: Sequence[QuantTensor]) -> int:
+    heights = [member.shape[0] for member in members[:-1]]
+    inner = [member.block[0] for member in members if member.shape[0] > member.block[0]]
+    return math.gcd(*heights, *inner)
+
+
+def _common_columns(members: Sequence[QuantTensor]) -> int:
+    columns = members[0].shape[1]
+    inner = [member.block[1] for member in members if columns > member.block[1]]
+    return math.gcd(*inner) if inner else columns
+
+
+def _stacked_outer(members: Sequence[QuantTensor]) -> Tensor | None:
+    outers = [member.outer for member in members]
+    given = [outer for outer in outers if outer is not None]
+    if not given:
+        return None
+    one = torch.ones(1, 1, dtype=given[0].dtype, device=given[0].device)  # times one is exact
+    return torch.cat(
+        [
+            (one if outer is None else outer).expand(member.shape[0], 1)
+            for outer, member in zip(outers, members, strict=True)
+        ]
+    )

@@ -1,0 +1,1 @@
+"""Speed: kernels, the choice among them, generation. Takes any callable model."""
