@@ -5,6 +5,7 @@
     |   +-- HeaderError            a safetensors or GGUF header is damaged, truncated or lies
     |   +-- MissingTensor          a tensor that the model or the format needs is not in the files
     |   +-- UnexpectedTensor       a tensor in the files has no place in the model
+    |   +-- NonFiniteWeight        a weight to be quantized holds NaN or infinity
     |   +-- SourceNotFound         no such folder, file or hub repository, or no access to it
     +-- FormatError                the quantization format cannot be read or written
     |   +-- UnknownFormat          not a format that quantload reads
@@ -57,6 +58,10 @@ class MissingTensor(CheckpointError):
 
 class UnexpectedTensor(CheckpointError):
     """A tensor in the checkpoint has no place in the model."""
+
+
+class NonFiniteWeight(CheckpointError):
+    """A weight that is to be quantized holds NaN or infinity."""
 
 
 class SourceNotFound(CheckpointError):

@@ -48,7 +48,14 @@ class SourceWeight:
 
 
 class Reader(Protocol):
-    """What a format makes of one checkpoint; see `loader/formats`."""
+    """What a format makes of one checkpoint; see `loader/formats`.
+
+    Args:
+        widens_floats: True if the container stores float tensors wider than the model had them, so
+            that they go back to the dtype of the config when they are copied.
+    """
+
+    widens_floats: bool
 
     def weights(self) -> Mapping[str, SourceWeight]:
         """Describe every 2-D weight, by module."""
@@ -67,7 +74,6 @@ class Source:
         reader: Decodes weights.
         weights: Every 2-D weight, by module.
         plain: All tensors that belong to no 2-D weight (norms, biases, ...), by tensor name.
-        dropped: Tensors that are left out, with the reason.
     """
 
     checkpoint: Checkpoint
@@ -75,7 +81,6 @@ class Source:
     reader: Reader
     weights: Mapping[str, SourceWeight]
     plain: Mapping[str, TensorEntry]
-    dropped: Mapping[str, str]
 
     @property
     def is_quantized(self) -> bool:

@@ -27,8 +27,10 @@ def fake_quantize(x: Tensor, scheme: InputScheme) -> Tensor:
         [..., K] of the same dtype, each value on the scheme's grid.
 
     Raises:
-        ConfigError: The scheme is static.
+        ConfigError: The scheme is static or asymmetric.
     """
+    if not scheme.symmetric:
+        raise ConfigError("asymmetric input quantization is not supported yet")
     if not scheme.dynamic:
         raise ConfigError("static input scales are not supported yet, found `dynamic = false`")
     tokens = x.reshape(-1, x.shape[-1])

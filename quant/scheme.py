@@ -57,19 +57,21 @@ class WeightScheme:
 
 @dataclass(frozen=True, kw_only=True)
 class InputScheme:
-    """How the input of a linear layer is quantized while it runs; always symmetric.
+    """How the input of a linear layer is quantized while it runs.
 
     Args:
         grid: Number grid of the codes.
         granularity: What shares one scale: everything, a token, or `group_size` features of a token.
         group_size: Features per scale, for granularity "group".
         dynamic: True if scales are computed from the input; False if the checkpoint holds them.
+        symmetric: True if there is no zero point.
     """
 
     grid: Grid
     granularity: InputGranularity
     group_size: int | None = None
     dynamic: bool = True
+    symmetric: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

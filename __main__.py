@@ -1,0 +1,5 @@
+"""`python -m quantload`."""
+
+from quantload.cli import main
+
+main()

@@ -1,0 +1,368 @@
+"""What the command line shows: progress bars on stderr, tables and JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress as RichProgress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from quantload.accuracy.verify import VerifyReport
+from quantload.loader.plan import Plan, PlanRow
+from quantload.loader.source import Source
+
+_WIDTH_WITHOUT_TERMINAL = 160
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that does not wrap tables when the output goes to a file."""
+    plain = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    if plain.is_terminal:
+        return plain
+    width = int(os.environ.get("COLUMNS", _WIDTH_WITHOUT_TERMINAL))
+    return Console(stderr=stderr, highlight=False, width=width)
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people, in binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"
+
+
+class _RateColumn(ProgressColumn):
+    """Steps a second: bytes as a size, other units as a number."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        unit = task.fields["unit"]
+        if speed is None:
+            return Text("-")
+        return Text(f"{size(speed)}/s" if unit == "B" else f"{speed:.1f} {unit}/s")
+
+
+class BarProgress:
+    """The progress protocol as bars on stderr with rate and time left; draws only on a terminal."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        output = console(stderr=True)
+        self._bars = RichProgress(
+            TextColumn("{task.description:<9}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.percentage:>3.0f}%"),
+            _RateColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}", style="dim"),
+            console=output,
+            disable=quiet or not output.is_terminal,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> BarProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def start(self, phase: str, *, total: int, unit: str) -> None:
+        """Add a bar."""
+        self._task = self._bars.add_task(phase, total=total, unit=unit, note="")
+
+    def advance(self, amount: int, *, note: str = "") -> None:
+        """Advance the newest bar."""
+        if self._task is not None:
+            self._bars.update(self._task, advance=amount, note=note)
+
+    def finish(self) -> None:
+        """Fill the newest bar."""
+        if self._task is not None:
+            total = self._bars.tasks[self._task].total
+            self._bars.update(self._task, completed=total, note="")
+            self._task = None
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """Print one JSON object on the last line of stdout."""
+    print(json.dumps(content, ensure_ascii=False, allow_nan=False, default=str))
+
+
+# -- rows that differ only in layer numbers are shown as one ---------------------------------------
+
+
+def collapse(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, int, tuple[str, ...]]]:
+    """Merge rows whose names differ in numbers only and whose cells are equal.
+
+    Args:
+        rows: (dotted name, cells).
+
+    Returns:
+        (name with ranges such as `model.layers.{0-29}.mlp.up_proj`, number of rows, cells).
+    """
+    merged: dict[tuple[str, tuple[str, ...]], list[list[int]]] = {}
+    for name, cells in rows:
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "#", name)
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        merged.setdefault((pattern, cells), []).append(numbers)
+    return [
+        (_with_ranges(pattern, numbers), len(numbers), cells)
+        for (pattern, cells), numbers in merged.items()
+    ]
+
+
+def _with_ranges(pattern: str, numbers: Sequence[Sequence[int]]) -> str:
+    name = pattern
+    for position in range(len(numbers[0])):
+        name = name.replace("#", _ranges({row[position] for row in numbers}), 1)
+    return name
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    ordered = sorted(numbers)
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    if len(ordered) == 1:
+        return str(ordered[0])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return "{" + ",".join(parts) + "}"
+
+
+def _table(title: str, columns: Sequence[tuple[str, bool]]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, right in columns:
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def _named(rows: Sequence[tuple[str, tuple[str, ...]]], every: bool) -> list[tuple[str, ...]]:
+    if every:
+        return [(name, "1", *cells) for name, cells in rows]
+    return [(name, str(count), *cells) for name, count, cells in collapse(rows)]
+
+
+# -- plan ------------------------------------------------------------------------------------------
+
+
+def show_plan(plan: Plan, *, every: bool = False) -> None:
+    """Print a plan as a table."""
+    table = _table(
+        f"Plan for {plan.source.checkpoint.name} ({plan.source.format_name})",
+        [("module", False), ("n", True), ("shape", False), ("from", False), ("to", False)]
+        + [("bytes each", True), ("why", False)],
+    )
+    rows = [
+        (row.module, (_shape(row.shape), row.source, _target(row), str(row.output_bytes), row.reason))
+        for row in plan.rows
+    ]
+    for cells in _named(rows, every):
+        table.add_row(*cells)
+    out = console()
+    out.print(table)
+    plain = sum(tensor.num_bytes for tensor in plan.plain)
+    out.print(f"{len(plan.plain)} other tensors are copied: {plain} bytes")
+    out.print(f"{len(plan.groups)} fused groups, from the {plan.groups_origin}")
+    out.print(
+        f"output: {plan.output_bytes} bytes ({size(plan.output_bytes)}) of weight files, "
+        f"{len(plan.files)} file{'s' if len(plan.files) > 1 else ''}"
+    )
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _target(row: PlanRow) -> str:
+    return str(row.scheme) if row.scheme else str(row.dtype).removeprefix("torch.")
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan for machines."""
+    return {
+        "quantload_plan": 1,
+        "source": plan.source.checkpoint.name,
+        "source_format": plan.source.format_name,
+        "groups_origin": plan.groups_origin,
+        "groups": [list(group) for group in plan.groups],
+        "modules": [
+            {
+                "module": row.module,
+                "shape": list(row.shape),
+                "source": row.source,
+                "scheme": str(row.scheme) if row.scheme else None,
+                "dtype": str(row.dtype).removeprefix("torch."),
+                "reason": row.reason,
+                "source_bytes": row.source_bytes,
+                "output_bytes": row.output_bytes,
+                "tensors": {t.name: [str(t.dtype)[6:], list(t.shape)] for t in row.outputs},
+            }
+            for row in plan.rows
+        ],
+        "plain": {t.name: [str(t.dtype)[6:], list(t.shape)] for t in plan.plain},
+        "files": {file.name: file.num_bytes for file in plan.files},
+        "output_bytes": plan.output_bytes,
+        "quantization_config": plan.config.get("quantization_config"),
+        "warnings": list(plan.warnings),
+    }
+
+
+# -- inspect ---------------------------------------------------------------------------------------
+
+
+def inspect_json(source: Source) -> dict[str, Any]:
+    """Return what a checkpoint holds, for machines."""
+    modules = [
+        {
+            "module": weight.module,
+            "shape": list(weight.shape),
+            "encoding": weight.encoding,
+            "scheme": str(weight.scheme) if weight.scheme else None,
+            "bits_per_weight": round(_bits(source, weight.module), 4),
+            "bytes": _bytes(source, weight.module),
+            "decided_by": weight.decided_by,
+            "leaves": dict(weight.leaves),
+        }
+        for weight in source.weights.values()
+    ]
+    return {
+        "quantload_inspect": 1,
+        "source": source.checkpoint.name,
+        "format": source.format_name,
+        "architectures": source.checkpoint.config.get("architectures"),
+        "modules": modules,
+        "plain": {
+            entry.name: [str(entry.dtype)[6:], list(entry.shape)] for entry in source.plain.values()
+        },
+        "weight_bytes": sum(entry.num_bytes for entry in source.checkpoint.tensors.values()),
+        "warnings": list(source.checkpoint.warnings),
+    }
+
+
+def _bytes(source: Source, module: str) -> int:
+    names = source.weights[module].leaves.values()
+    return sum(source.checkpoint.tensors[name].num_bytes for name in names)
+
+
+def _bits(source: Source, module: str) -> float:
+    rows, columns = source.weights[module].shape
+    return 8 * _bytes(source, module) / max(1, rows * columns)
+
+
+def show_inspect(source: Source, *, every: bool = False) -> None:
+    """Print what a checkpoint holds, as a table."""
+    architectures = ", ".join(source.checkpoint.config.get("architectures") or ["?"])
+    table = _table(
+        f"{source.checkpoint.name}: {architectures}, format {source.format_name}",
+        [("module", False), ("n", True), ("shape", False), ("holds", False), ("bits/weight", True)]
+        + [("bytes each", True), ("decided by", False)],
+    )
+    rows = [
+        (
+            weight.module,
+            (
+                _shape(weight.shape),
+                weight.encoding,
+                f"{_bits(source, weight.module):.2f}",
+                str(_bytes(source, weight.module)),
+                weight.decided_by,
+            ),
+        )
+        for weight in source.weights.values()
+    ]
+    for cells in _named(rows, every):
+        table.add_row(*cells)
+    out = console()
+    out.print(table)
+    total = sum(entry.num_bytes for entry in source.checkpoint.tensors.values())
+    out.print(f"{len(source.plain)} other tensors; {total} bytes ({size(total)}) of tensors in all")
+
+
+# -- verify ----------------------------------------------------------------------------------------
+
+
+def verify_json(report: VerifyReport) -> dict[str, Any]:
+    """Return a verification for machines; infinite SQNR is null."""
+    return {
+        "quantload_verify": 1,
+        "passed": report.passed,
+        "layers": [
+            {
+                "module": layer.module,
+                "source": layer.source,
+                "scheme": layer.scheme,
+                "bits_per_weight": round(layer.bits_per_weight, 4),
+                "relative_error": _finite(layer.relative),
+                "sqnr_db": _finite(layer.sqnr_db),
+                "max_abs": _finite(layer.max_abs),
+                "floor_db": _finite(layer.floor_db),
+                "problem": layer.problem,
+            }
+            for layer in report.layers
+        ],
+        "problems": list(report.problems),
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if abs(number) < float("inf") else None
+
+
+def show_verify(report: VerifyReport, *, worst: int = 10, every: bool = False) -> None:
+    """Print the worst layers, a summary by scheme, and everything that failed."""
+    out = console()
+    quantized = [layer for layer in report.layers if layer.scheme != "dense"]
+    shown = sorted(quantized, key=lambda layer: layer.sqnr_db)
+    shown = list(report.layers) if every else shown[:worst]
+    title = "All layers" if every else f"The {len(shown)} layers with the largest error"
+    table = _table(
+        title,
+        [("module", False), ("scheme", False), ("bits/weight", True), ("error", True)]
+        + [("SQNR dB", True), ("floor", True)],
+    )
+    for layer in shown:
+        table.add_row(
+            layer.module,
+            layer.scheme,
+            f"{layer.bits_per_weight:.2f}",
+            f"{100 * layer.relative:.3f} %",
+            f"{layer.sqnr_db:.2f}",
+            f"{layer.floor_db:.1f}",
+        )
+    if shown:
+        out.print(table)
+    for scheme in sorted({layer.scheme for layer in quantized}):
+        values = [layer.sqnr_db for layer in quantized if layer.scheme == scheme]
+        out.print(
+            f"{scheme}: {len(values)} layers, SQNR mean {sum(values) / len(values):.2f} dB, "
+            f"lowest {min(values):.2f} dB"
+        )
+    dense = len(report.layers) - len(quantized)
+    out.print(f"full precision: {dense} weights")
+    for failure in report.failures():
+        out.print(f"FAILED {failure}", style="red", markup=False)
+    out.print("verify: passed" if report.passed else "verify: FAILED")

@@ -1,0 +1,155 @@
+"""`QuantLinear`: a linear layer that takes canonical weights and multiplies with the best kernel.
+
+A layer is created empty. It says which tensors it waits for, takes them whole (`receive`), and packs
+them for a kernel when all are there (`finish`). Nothing of this hangs on parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quantload.errors import ShapeError
+from quantload.quant.qtensor import QuantTensor, stack
+from quantload.quant.scheme import Scheme
+from quantload.runtime.gemm import choose, usable_input
+
+Key = tuple[str, int]  # leaf and slot of a tensor that a layer waits for
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """How a layer multiplies.
+
+    Args:
+        name: Name of the kernel.
+        refused: (name, reason) of each kernel that was preferred but does not serve.
+        note: What differs from the scheme, "" if nothing does.
+    """
+
+    name: str
+    refused: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+
+class DenseLinear(nn.Module):
+    """y = x @ W^T + bias with a full-precision weight [N, K]."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map x [..., K] to [..., N]."""
+        return nn.functional.linear(x, self.weight, bias)
+
+    def weight_values(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K]."""
+        return self.weight.to(dtype)
+
+
+class QuantLinear(nn.Module):
+    """y = x' @ W^T + bias, x' the input as its scheme rounds it.
+
+    Args:
+        in_features: K.
+        out_features: N of each slot; one slot unless the layer is a stack.
+        bias: True if there is a bias.
+        scheme: How weight and input are quantized.
+        dtype: dtype of x, bias and result.
+        prefix: Dotted path in the model.
+    """
+
+    gemm: nn.Module
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        *,
+        bias: bool,
+        scheme: Scheme,
+        dtype: torch.dtype,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        sizes = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        self.in_features, self.out_features, self.sizes = in_features, sum(sizes), sizes
+        self.has_bias, self.scheme, self.dtype, self.prefix = bias, scheme, dtype, prefix
+        self.kernel = KernelReport("not loaded yet")
+        self.gemm = nn.Identity()
+        self.register_buffer("bias", None)
+        self._received: dict[Key, QuantTensor | Tensor] = {}
+
+    def extra_repr(self) -> str:
+        """Describe the layer in the model's printout."""
+        sizes = " + ".join(str(size) for size in self.sizes)
+        return f"{self.in_features} -> {sizes}, {self.scheme}, {self.kernel.name}"
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def awaits(self) -> dict[Key, tuple[int, ...]]:
+        """Return the shape of each tensor that the layer waits for, by leaf and slot."""
+        shapes: dict[Key, tuple[int, ...]] = {}
+        for slot, size in enumerate(self.sizes):
+            shapes["weight", slot] = (size, self.in_features)
+            if self.has_bias:
+                shapes["bias", slot] = (size,)
+        return shapes
+
+    def receive(self, leaf: str, slot: int, value: QuantTensor | Tensor) -> None:
+        """Take one tensor; a float weight is in the dtype of the layer.
+
+        Raises:
+            ShapeError: The tensor has another shape than the layer waits for.
+        """
+        expected = self.awaits()[leaf, slot]
+        if tuple(value.shape) != expected:
+            raise ShapeError(
+                f"`{leaf}` of slot {slot} has shape `{tuple(value.shape)}`, expected `{expected}`, "
+                f"module `{self.prefix}`"
+            )
+        self._received[leaf, slot] = value
+
+    def finish(self, device: torch.device) -> None:
+        """Pack what was received for a kernel on `device` and let go of it."""
+        slots = range(len(self.sizes))
+        weights = [self._received["weight", slot] for slot in slots]
+        if self.has_bias:
+            biases = [self._received["bias", slot] for slot in slots]
+            self.bias = torch.cat([b for b in biases if isinstance(b, Tensor)]).to(device)
+        self._received = {}
+        self._pack(weights, device)
+
+    def _pack(self, weights: list[QuantTensor | Tensor], device: torch.device) -> None:
+        self.gemm = self._packed(weights, device)
+
+    def _packed(self, weights: list[QuantTensor | Tensor], device: torch.device) -> nn.Module:
+        """Stack the weights into one and pack it; `self.kernel` says how."""
+        quantized = [w for w in weights if isinstance(w, QuantTensor)]
+        if len(quantized) < len(weights):
+            dense = [w.dequantize(self.dtype) if isinstance(w, QuantTensor) else w for w in weights]
+            self.kernel = KernelReport("dense")
+            return DenseLinear(dense[0] if len(dense) == 1 else torch.cat(dense))
+        weight = stack(quantized)
+        scheme, note = usable_input(self.scheme.input)
+        choice = choose(weight, scheme, device=device, dtype=self.dtype)
+        self.kernel = KernelReport(choice.kernel.name, choice.refused, note)
+        return choice.kernel.pack(weight, scheme, device=device, dtype=self.dtype)
+
+    # -- running -------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., K] to [..., N]."""
+        return self.gemm(x, self.bias)  # type: ignore[no-any-return]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [N, K] in `dtype`, for model code that reads it; computed on each access."""
+        return self.gemm.weight_values(self.dtype)  # type: ignore[operator, no-any-return]

@@ -1,0 +1,323 @@
+"""The transformers model of a checkpoint, built without memory for its parameters.
+
+Parameters are on the meta device. Buffers that are not in a checkpoint (rotary frequencies, masks)
+are computed on the CPU, as the model's own code does it. This file is one of the few that import
+transformers; what the rest of the package has to know about its models is asked here.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.pytorch_utils import Conv1D
+
+from quantload.errors import ModelError
+
+TransformersModel: TypeAlias = PreTrainedModel
+
+_PROBE_ATTENTION = "quantload_probe"
+# A parameter created by one of these is never read before it is loaded; above this size the memory
+# is not even reserved.
+_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
+_LARGE = 1 << 22
+
+
+def build_on_meta(
+    config: Mapping[str, Any],
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """Build the model that a config describes, with parameters on the meta device.
+
+    Args:
+        config: Content of config.json; a quantization config in it is ignored.
+        folder: Folder of the checkpoint; generation_config.json and, if trusted, code are taken from it.
+        dtype: dtype of the parameters; those that the model keeps in float32 stay so.
+        trust_remote_code: Run model code that comes with the checkpoint.
+        attn_implementation: Name of the attention function; None lets transformers choose.
+
+    Returns:
+        The model in eval mode, its tied parameters being one object.
+
+    Raises:
+        ModelError: transformers does not know the architecture, or cannot build it from this config.
+    """
+    hf_config = _config_object(config, folder, trust_remote_code=trust_remote_code)
+    model_class = _model_class(config, hf_config, folder, trust_remote_code=trust_remote_code)
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        with _parameters_on_meta():
+            # _from_config is what every Auto class calls: it sets dtype and attention, then builds
+            model: PreTrainedModel = model_class._from_config(hf_config, dtype=dtype, **options)
+            model.tie_weights()
+    except Exception as error:  # noqa: BLE001 - model code raises anything
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot build `{model_class.__name__}` from "
+            f"the config of `{folder}`: {type(error).__name__}: {error}"
+        ) from error
+    _keep_float32(model, dtype)
+    _check_buffers(model)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval()
+
+
+def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype that a config names, looking into its text config too; None if none."""
+    for part in (config, config.get("text_config") or {}):
+        name = part.get("dtype") or part.get("torch_dtype")
+        dtype = getattr(torch, str(name).removeprefix("torch."), None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    return None
+
+
+def _config_object(
+    config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool
+) -> PreTrainedConfig:
+    values = {k: copy.deepcopy(v) for k, v in config.items() if k != "quantization_config"}
+    if trust_remote_code and "AutoConfig" in (config.get("auto_map") or {}):
+        loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+        if hasattr(loaded, "quantization_config"):
+            del loaded.quantization_config
+        return loaded  # type: ignore[no-any-return]
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise _unknown_architecture(config, f"model_type `{model_type}`")
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(values)  # type: ignore[no-any-return]
+    except Exception as error:  # noqa: BLE001 - config classes validate in their own ways
+        raise ModelError(
+            f"the config of `{folder}` cannot be used: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _model_class(
+    config: Mapping[str, Any], hf_config: PreTrainedConfig, folder: Path, *, trust_remote_code: bool
+) -> type[PreTrainedModel]:
+    """Return the class that `architectures` names, else the Auto classes' choice for the config."""
+    names = config.get("architectures") or []
+    if trust_remote_code and (remote := _remote_class(config, folder)) is not None:
+        return remote
+    for name in names:
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    for auto in (AutoModelForCausalLM, AutoModel):
+        mapping = auto._model_mapping
+        if type(hf_config) in mapping.keys():  # noqa: SIM118 - not a dict
+            found = mapping[type(hf_config)]
+            return found[0] if isinstance(found, (tuple, list)) else found  # type: ignore[no-any-return]
+    raise _unknown_architecture(config, f"architectures `{names}`")
+
+
+def _remote_class(config: Mapping[str, Any], folder: Path) -> type[PreTrainedModel] | None:
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    auto_map = config.get("auto_map") or {}
+    for auto in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel"):
+        if auto in auto_map:
+            return get_class_from_dynamic_module(  # type: ignore[no-any-return]
+                auto_map[auto], str(folder), local_files_only=True
+            )
+    return None
+
+
+def _unknown_architecture(config: Mapping[str, Any], found: str) -> ModelError:
+    return ModelError(
+        f"transformers {transformers.__version__} does not know {found}, "
+        f"expected one of its model types; config names model_type `{config.get('model_type')}`, "
+        f"architectures `{config.get('architectures')}`",
+        hint="upgrade transformers, or pass `trust_remote_code=True` if the checkpoint brings its "
+        "own model code that you trust",
+    )
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Creates large tensors on the meta device."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,  # noqa: ANN401 - the protocol of torch
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        if func in _FACTORIES and kwargs.get("device") is None:
+            size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
+            count = 1
+            for length in size:
+                count *= int(length)
+            if count >= _LARGE:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device the moment a module registers it."""
+    original = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":  # tied parameters stay one object
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        with _LargeOnMeta():
+            yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give float32 to the parameters for which the model class asks it, as from_pretrained does."""
+    names: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        names |= set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        names |= set(model._keep_in_fp32_modules or ())
+    if not names:
+        return
+    pattern = re.compile("|".join(rf"(?:^|\.){name}(?:$|\.)" for name in sorted(names)))
+    for name, param in model.named_parameters():
+        if pattern.search(name) and param.is_floating_point():
+            param.data = param.data.float()
+
+
+def _check_buffers(model: PreTrainedModel) -> None:
+    stored = set(model.state_dict())
+    for name, buffer in model.named_buffers():
+        if buffer.device.type == "meta" and name not in stored:
+            raise ModelError(
+                f"buffer `{name}` of `{type(model).__name__}` is not in a checkpoint and was "
+                "created on the meta device, expected it to be computed while the model is built"
+            )
+
+
+# -- what the rest of the package asks about a model --------------------------------------------
+
+
+def conversion_renames(model: PreTrainedModel) -> Callable[[str], str]:
+    """Return the renaming of checkpoint names that transformers has for this model.
+
+    Only one-to-one renamings; conversions that merge tensors are left out.
+    """
+    renamings = [
+        transform
+        for transform in get_model_conversion_mapping(model)
+        if isinstance(transform, WeightRenaming)
+    ]
+
+    def rename(name: str) -> str:
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    return rename
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return tied parameters by full name: {"lm_head.weight": "model.embed_tokens.weight"}."""
+    owner: dict[int, str] = {}
+    tied = {}
+    declared = model.all_tied_weights_keys
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in sorted(parameters, key=lambda n: n in declared):  # sources first
+        first = owner.setdefault(id(parameters[name]), name)
+        if first != name:
+            tied[name] = first
+    return tied
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """True for GPT-2's Conv1D: a linear layer that stores its weight as [K, N]."""
+    return isinstance(module, Conv1D)
+
+
+def output_head(model: PreTrainedModel) -> nn.Module | None:
+    """Return the module that computes the logits, if the model has one."""
+    head = model.get_output_embeddings()
+    return head if isinstance(head, nn.Module) else None
+
+
+@contextmanager
+def without_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model run on the meta device: attention returns zeros and masks are left out."""
+    AttentionInterface.register(_PROBE_ATTENTION, _no_attention)
+    AttentionMaskInterface.register(_PROBE_ATTENTION, _no_mask)
+    configs = {id(c): c for m in model.modules() for c in _configs_of(m)}
+    before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = _PROBE_ATTENTION
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+
+
+def _configs_of(module: nn.Module) -> Iterator[PreTrainedConfig]:
+    config = getattr(module, "config", None)
+    if isinstance(config, PreTrainedConfig):
+        yield config
+        for name in config.sub_configs:
+            part = getattr(config, name, None)
+            if isinstance(part, PreTrainedConfig):
+                yield part
+
+
+def _no_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+) -> tuple[Tensor, None]:
+    """Zeros of the right shape: query [B, H, T, D] and value [B, H', S, V] give [B, T, H, V]."""
+    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+    return query.new_zeros(shape), None
+
+
+def _no_mask(*_: object, **__: object) -> None:
+    return None
+
+
+def dummy_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the smallest text input [1, 4] on the meta device."""
+    ids = torch.ones(1, 4, dtype=torch.long, device="meta")
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    return inputs
+
+
+def untie_in_config(model: PreTrainedModel) -> None:
+    """Note in the configs that embeddings are not tied, so that transformers never re-ties them."""
+    for config in _configs_of(model):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}

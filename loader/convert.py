@@ -1,0 +1,84 @@
+"""Execute a plan: read, decode, quantize, encode, write, one module at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantload.errors import NonFiniteWeight, OutputError
+from quantload.loader.formats.compressed_tensors import encode
+from quantload.loader.plan import Plan, PlanRow
+from quantload.loader.side_files import copy_side_files
+from quantload.loader.writer import CheckpointWriter
+from quantload.progress import Progress
+from quantload.quant.rtn import quantize_rtn
+
+
+def run_plan(plan: Plan, folder: Path, progress: Progress) -> Path:
+    """Write the checkpoint of a plan into a new folder.
+
+    Memory: the largest weight in full precision, a few times.
+
+    Args:
+        plan: From `make_plan`.
+        folder: Must not exist yet, or be empty; appears under its name only when it is complete.
+        progress: Advances by bytes of the source.
+
+    Raises:
+        OutputError: The folder is taken, or cannot be written.
+        NonFiniteWeight: A weight to be quantized is not finite.
+    """
+    _check_not_the_source(plan, folder)
+    total = sum(row.source_bytes for row in plan.rows)
+    with CheckpointWriter(folder, plan.files) as writer:
+        progress.start("convert", total=total, unit="B")
+        for row in plan.rows:
+            for name, tensor in _convert(plan, row).items():
+                writer.write(name, tensor)
+            progress.advance(row.source_bytes, note=row.module)
+        for output in plan.plain:
+            writer.write(output.name, _cast(plan.source.read_plain(output.source), output.dtype))
+        progress.finish()
+        copy_side_files(plan.source.checkpoint, writer.staging)
+        writer.write_json("config.json", plan.config)
+        return writer.finish()
+
+
+def _check_not_the_source(plan: Plan, folder: Path) -> None:
+    source = plan.source.checkpoint.folder.resolve()
+    target = folder.resolve()
+    if target == source:
+        raise OutputError(f"output folder `{folder}` is the source", hint="give a new name")
+    if source in target.parents and plan.source.checkpoint.gguf_file is None:
+        raise OutputError(
+            f"output folder `{folder}` is inside the source `{source}`",
+            hint="give a folder outside of it",
+        )
+
+
+@torch.no_grad()
+def _convert(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
+    if row.scheme is None:
+        return {row.outputs[0].name: _read_dense(plan, row)}
+    assert row.scheme.weight is not None, "rows without a weight scheme have no scheme"
+    weight = _read_dense(plan, row)
+    try:
+        quantized = quantize_rtn(weight, row.scheme.weight)
+    except NonFiniteWeight as error:
+        raise NonFiniteWeight(
+            f"weight of `{row.module}` cannot be quantized: {error.message}",
+            hint=f"keep it with the rule `{row.module} = keep`, or repair the source",
+        ) from error
+    return {f"{row.module}.{leaf}": part for leaf, part in encode(quantized, row.scheme).items()}
+
+
+def _read_dense(plan: Plan, row: PlanRow) -> Tensor:
+    if row.read_from in plan.source.weights:
+        return plan.source.read_dense(row.read_from, row.dtype)
+    return _cast(plan.source.read_plain(row.read_from), row.dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -1,0 +1,66 @@
+"""Full precision: `<module>.weight` is float [N, K]; anything else is passed on as it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from quantload.loader.checkpoint import Checkpoint, TensorEntry
+from quantload.loader.safetensors_header import NAMES
+from quantload.loader.source import FLOAT_DTYPES, SourceWeight
+from quantload.quant.qtensor import QuantTensor
+
+# Leaves that only quantized modules have, whatever their dtype.
+_QUANTIZED_LEAF = re.compile(
+    r"\.(weight_packed|weight_scale(_inv)?|weight_zero_point|weight_global_scale|qweight|qzeros|"
+    r"scales|g_idx|SCB|W_q|weight\.absmax|weight\.quant_map|\w+_blocks|\w+_scales)$"
+)
+
+
+def dense_weight(entry: TensorEntry) -> SourceWeight | None:
+    """Describe a tensor if it is the float weight [N, K] of a module."""
+    module, _, leaf = entry.name.rpartition(".")
+    if leaf != "weight" or len(entry.shape) != 2 or entry.dtype not in FLOAT_DTYPES:
+        return None
+    return SourceWeight(
+        module=module,
+        shape=(entry.shape[0], entry.shape[1]),
+        scheme=None,
+        encoding=NAMES[entry.dtype],
+        dtype=entry.dtype,
+        leaves={"weight": entry.name},
+    )
+
+
+def quantized_tensors(checkpoint: Checkpoint) -> list[str]:
+    """Return tensors that cannot be full precision: by their name, or a weight that is no float."""
+    return [
+        entry.name
+        for entry in checkpoint.tensors.values()
+        if _QUANTIZED_LEAF.search(entry.name)
+        or (
+            entry.name.endswith(".weight")
+            and len(entry.shape) >= 2
+            and entry.dtype not in FLOAT_DTYPES
+        )
+    ]
+
+
+class DenseReader:
+    """Reader of full-precision checkpoints."""
+
+    widens_floats = False
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def weights(self) -> Mapping[str, SourceWeight]:
+        """Describe every float `<module>.weight` of two dimensions, by module."""
+        found = (dense_weight(entry) for entry in self._checkpoint.tensors.values())
+        return {weight.module: weight for weight in found if weight is not None}
+
+    def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
+        """Read the float weight [N, K]."""
+        return self._checkpoint.read(weight.leaves["weight"])

@@ -1,0 +1,69 @@
+"""Fetch a checkpoint from the Hugging Face hub, or take it from the local cache.
+
+Everything about caching, resuming, tokens and offline mode is huggingface_hub's own behaviour
+(`HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE`); here its errors get one clear sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from quantload.errors import SourceNotFound
+
+_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "*.tiktoken"]
+_WANTED += ["LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"]
+_UNWANTED = ["original/*", "metal/*", "onnx/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.gguf"]
+
+
+def is_hub_id(text: str) -> bool:
+    """True if `text` reads like OWNER/NAME or OWNER/NAME@REVISION."""
+    return _HUB_ID.fullmatch(text) is not None
+
+
+def fetch_snapshot(hub_id: str) -> Path:
+    """Return the local folder of a hub repository, downloading what is not cached.
+
+    Args:
+        hub_id: OWNER/NAME, or OWNER/NAME@REVISION with a branch, tag or commit.
+
+    Raises:
+        SourceNotFound: No such repository or revision, no access, no connection.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    match = _HUB_ID.fullmatch(hub_id)
+    assert match is not None, f"`{hub_id}` is not a hub id"
+    repo, revision = match["repo"], match["revision"]
+    try:
+        folder = snapshot_download(
+            repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
+    except GatedRepoError as error:
+        raise SourceNotFound(
+            f"access to `{repo}` is gated: {error}",
+            hint=f"accept its terms on https://huggingface.co/{repo}, then run `hf auth login`",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise SourceNotFound(f"`{repo}` has no revision `{revision}`") from error
+    except RepositoryNotFoundError as error:
+        raise SourceNotFound(
+            f"no folder and no hub repository is called `{repo}`",
+            hint="check the name; for a private repository run `hf auth login` first",
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise SourceNotFound(
+            f"`{repo}` is not a folder, not in the hub cache, and the hub cannot be reached",
+            hint="check the path or the connection; `HF_HUB_OFFLINE=1` allows cached files only",
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise SourceNotFound(f"`{repo}` could not be fetched from the hub: {error}") from error
+    return Path(folder)

@@ -1,0 +1,110 @@
+"""Where every output tensor goes: files, headers and offsets, fixed before anything is computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantload.loader.safetensors_header import NAMES
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to be written.
+
+    Args:
+        name: Name in the output.
+        dtype: dtype in the output.
+        shape: Shape in the output.
+        source: Tensor or module of the source that it is made from.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    source: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of data."""
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One safetensors file of the output.
+
+    Args:
+        name: File name.
+        header: The first bytes of the file, up to the data.
+        offsets: First byte of each tensor in the file.
+        tensors: By name.
+        num_bytes: Size of the file.
+    """
+
+    name: str
+    header: bytes
+    offsets: dict[str, int]
+    tensors: dict[str, OutputTensor]
+    num_bytes: int
+
+
+def assign_files(
+    modules: Sequence[Sequence[OutputTensor]], *, max_bytes: int
+) -> tuple[OutputFile, ...]:
+    """Fill files of at most `max_bytes` of data; the tensors of one module stay together.
+
+    Args:
+        modules: Tensors of each module, in the order of the output.
+        max_bytes: A module larger than this gets a file of its own.
+    """
+    files: list[list[OutputTensor]] = [[]]
+    filled = 0
+    for tensors in modules:
+        size = sum(tensor.num_bytes for tensor in tensors)
+        if files[-1] and filled + size > max_bytes:
+            files.append([])
+            filled = 0
+        files[-1].extend(tensors)
+        filled += size
+    return tuple(
+        _file(_file_name(number, len(files)), tensors)
+        for number, tensors in enumerate(files, start=1)
+    )
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
+    """Lay out one file. Wide dtypes come first, so that every tensor starts at a multiple of its
+    element size, as the safetensors library writes it."""
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts = {}
+    position = 0
+    for tensor in ordered:
+        starts[tensor.name] = position
+        header[tensor.name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.num_bytes],
+        }
+        position += tensor.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = len(text).to_bytes(8, "little") + text
+    return OutputFile(
+        name=name,
+        header=first,
+        offsets={tensor_name: len(first) + start for tensor_name, start in starts.items()},
+        tensors={tensor.name: tensor for tensor in tensors},
+        num_bytes=len(first) + position,
+    )

@@ -1,0 +1,367 @@
+"""The plan of a conversion: decided once, from headers, before any tensor is read.
+
+For every module: what it is, what it becomes, which rule or reason decided; for every output tensor:
+its dtype, shape, file and offset. Everything later only executes the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quantload.loader.checkpoint import TensorEntry
+from quantload.loader.formats.compressed_tensors import layout
+from quantload.loader.formats.compressed_tensors_config import build_config, validate_config
+from quantload.loader.output_files import OutputFile, OutputTensor, assign_files
+from quantload.loader.plan_groups import OnSplit, SplitOutcome, settle_groups
+from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
+from quantload.mappers.default_keeps import reason_to_keep
+from quantload.mappers.facts import ModelFacts
+from quantload.quant.rules import QuantConfig, resolve
+from quantload.quant.scheme import Scheme
+
+DTYPE_NAMES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of a plan.
+
+    Args:
+        dtype: dtype of everything in full precision, and of scales; None keeps what is stored.
+        on_split: What to do when rules split a fused group: "error", "keep" or "promote".
+        max_shard_bytes: Largest size of one output file's data.
+    """
+
+    dtype: torch.dtype | None = None
+    on_split: OnSplit = "error"
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """The decision for one module.
+
+    Args:
+        module: Checkpoint name of the module.
+        shape: Shape of its weight.
+        source: What the headers say it is.
+        scheme: What it becomes; None keeps or makes it full precision.
+        reason: Which rule, default or limit decided.
+        dtype: dtype of scales, or of the full-precision weight.
+        read_from: Module whose weight is read; differs from `module` for a head that was tied.
+        outputs: The tensors that are written.
+        source_bytes: Bytes of its tensors in the source.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    source: str
+    scheme: Scheme | None
+    reason: str
+    dtype: torch.dtype
+    read_from: str
+    outputs: tuple[OutputTensor, ...]
+    source_bytes: int
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of tensor data that are written."""
+        return sum(tensor.num_bytes for tensor in self.outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A whole conversion.
+
+    Args:
+        source: What is converted.
+        rows: Decisions, one a module with a weight of two or more dimensions.
+        plain: All other tensors, copied (or cast to `dtype`).
+        files: Output files with every tensor's place.
+        config: config.json that will be written.
+        groups: Fused groups, and where they come from.
+        groups_origin: "model probe" or "name table".
+        warnings: What the user should know.
+    """
+
+    source: Source
+    rows: tuple[PlanRow, ...]
+    plain: tuple[OutputTensor, ...]
+    files: tuple[OutputFile, ...]
+    config: Mapping[str, Any]
+    groups: tuple[tuple[str, ...], ...]
+    groups_origin: str
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def output_bytes(self) -> int:
+        """Exact bytes of all weight files together, headers included."""
+        return sum(file.num_bytes for file in self.files)
+
+
+def make_plan(
+    source: Source, config: QuantConfig, facts: ModelFacts, options: PlanOptions | None = None
+) -> Plan:
+    """Decide everything about a conversion.
+
+    Args:
+        source: An open checkpoint.
+        config: The user's rules and default scheme.
+        facts: Kinds of modules, fused groups and ties.
+        options: dtype, shard size, treatment of split groups.
+
+    Raises:
+        ConfigError: Rules do not fit the model; UnusedRule and RuleSplitsStack are kinds of it.
+    """
+    options = options or PlanOptions()
+    choices, undecided = _choose(source, config, facts)
+    outcome = settle_groups(
+        {module: choice.scheme for module, choice in choices.items()},
+        {module: choice.reason for module, choice in choices.items()},
+        facts.groups,
+        options.on_split,
+    )
+    rows = tuple(_row(choice, outcome, source, options) for choice in choices.values())
+    rows += tuple(_kept_rows(source, options))
+    done = {tensor.source for row in rows for tensor in row.outputs}
+    plain = tuple(
+        _plain_tensor(entry, source, options)
+        for entry in source.plain.values()
+        if entry.name not in done
+    )
+    untied = [row.module for row in rows if row.module in facts.tied]
+    new_config = _output_config(source, rows, facts, untied)
+    warnings = [*source.checkpoint.warnings, *outcome.warnings]
+    warnings += [f"rule `{rule}` decides nothing: other rules cover more" for rule in undecided]
+    warnings += _about_requantizing(source, rows)
+    return Plan(
+        source=source,
+        rows=rows,
+        plain=plain,
+        files=assign_files(
+            [*(row.outputs for row in rows), *((tensor,) for tensor in plain)],
+            max_bytes=options.max_shard_bytes,
+        ),
+        config=new_config,
+        groups=facts.groups,
+        groups_origin=facts.origin,
+        warnings=tuple(warnings),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """What rules and defaults say of one module, before fused groups are settled."""
+
+    module: str
+    weight: SourceWeight
+    scheme: Scheme | None
+    reason: str
+
+
+def _choose(
+    source: Source, config: QuantConfig, facts: ModelFacts
+) -> tuple[dict[str, _Choice], tuple[object, ...]]:
+    weights = dict(source.weights)
+    for alias, owner in facts.tied.items():
+        if owner in weights:
+            weights.setdefault(alias, weights[owner])
+    resolution = resolve(config, {module: facts.names_of(module) for module in weights})
+    choices = {}
+    for module, weight in weights.items():
+        decision = resolution.decisions[module]
+        scheme = decision.scheme
+        reason = f"rule `{decision.rule}`" if decision.rule else "default scheme"
+        if scheme is not None and scheme.weight is not None:
+            kept = reason_to_keep(module, facts.kinds.get(module, _kind(module, facts)))
+            if kept is not None and not decision.covers_whole_name:
+                scheme, reason = None, f"kept by default: {kept}"
+            else:
+                scheme, reason = _fit(scheme, weight, reason)
+        if module in facts.tied and module not in source.weights:
+            if scheme is None or scheme.weight is None:
+                continue  # stays tied: nothing of its own is written
+            reason += f"; untied from `{facts.tied[module]}`"
+        choices[module] = _Choice(module=module, weight=weight, scheme=scheme, reason=reason)
+    return choices, resolution.undecided
+
+
+def _kind(module: str, facts: ModelFacts) -> Any:  # noqa: ANN401 - a Kind
+    return "head" if module in facts.tied else "linear"
+
+
+def _fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | None, str]:
+    columns = weight.shape[1]
+    fitted = scheme.fitted(columns)
+    if fitted is None:
+        return None, f"kept: no group size of 128, 64 or 32 divides its {columns} columns; {reason}"
+    if fitted != scheme:
+        assert scheme.weight is not None and fitted.weight is not None, "only groups are fitted"
+        reason += (
+            f"; group {fitted.weight.group_size}, since {scheme.weight.group_size} does not divide "
+            f"{columns}"
+        )
+    return fitted, reason
+
+
+def _row(
+    choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOptions
+) -> PlanRow:
+    module, weight = choice.module, choice.weight
+    scheme = outcome.schemes[module]
+    dtype = _working_dtype(weight, source, options)
+    if scheme is None or scheme.weight is None:
+        outputs = (OutputTensor(f"{module}.weight", dtype, weight.shape, f"{weight.module}.weight"),)
+    else:
+        leaves = layout(scheme, weight.shape, dtype)
+        outputs = tuple(
+            OutputTensor(f"{module}.{leaf}", spec.dtype, spec.shape, module)
+            for leaf, spec in leaves.items()
+        )
+    return PlanRow(
+        module=module,
+        shape=weight.shape,
+        source=weight.encoding,
+        scheme=scheme if scheme is not None and scheme.weight is not None else None,
+        reason=outcome.reasons[module],
+        dtype=dtype,
+        read_from=weight.module,
+        outputs=outputs,
+        source_bytes=_source_bytes(weight, source),
+    )
+
+
+def _source_bytes(weight: SourceWeight, source: Source) -> int:
+    return sum(source.checkpoint.tensors[name].num_bytes for name in weight.leaves.values())
+
+
+def _working_dtype(weight: SourceWeight, source: Source, options: PlanOptions) -> torch.dtype:
+    """dtype of the full-precision weight or of the scales.
+
+    A plain weight keeps its stored dtype. A quantized one has no float dtype of its own: it takes
+    that of the model's config.
+    """
+    if options.dtype is not None:
+        return options.dtype
+    if not weight.is_quantized and not source.reader.widens_floats:
+        return weight.dtype
+    return config_dtype(source.checkpoint.config) or weight.dtype
+
+
+def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype that a config.json states, if it states one."""
+    text = config.get("text_config") or {}
+    for key in ("dtype", "torch_dtype"):
+        for holder in (config, text):
+            name = str(holder.get(key) or "").removeprefix("torch.")
+            if name in DTYPE_NAMES:
+                return DTYPE_NAMES[name]
+    return None
+
+
+def _kept_rows(source: Source, options: PlanOptions) -> list[PlanRow]:
+    """Rows for tensors of two or more dimensions that no scheme can reach, so that none is silent."""
+    rows = []
+    for entry in source.plain.values():
+        if len(entry.shape) < 2 or entry.dtype not in FLOAT_DTYPES:
+            continue
+        tensor = _plain_tensor(entry, source, options)
+        rows.append(
+            PlanRow(
+                module=entry.name,
+                shape=entry.shape,
+                source=str(entry.dtype).removeprefix("torch.").upper(),
+                scheme=None,
+                reason=f"kept: a tensor of {len(entry.shape)} dimensions, not the weight of a "
+                "linear layer",
+                dtype=tensor.dtype,
+                read_from=entry.name,
+                outputs=(tensor,),
+                source_bytes=entry.num_bytes,
+            )
+        )
+    return rows
+
+
+def _plain_tensor(entry: TensorEntry, source: Source, options: PlanOptions) -> OutputTensor:
+    dtype = entry.dtype
+    if dtype in FLOAT_DTYPES:
+        if options.dtype is not None:
+            dtype = options.dtype
+        elif source.reader.widens_floats:
+            dtype = config_dtype(source.checkpoint.config) or dtype
+    return OutputTensor(entry.name, dtype, entry.shape, entry.name)
+
+
+def _output_config(
+    source: Source, rows: tuple[PlanRow, ...], facts: ModelFacts, untied: list[str]
+) -> dict[str, Any]:
+    config = dict(source.checkpoint.config)
+    for key in ("quantization_config", "compression_config"):
+        config.pop(key, None)
+    if isinstance(config.get("text_config"), Mapping):
+        config["text_config"] = {
+            k: v for k, v in config["text_config"].items() if k != "quantization_config"
+        }
+    schemes = {row.module: row.scheme for row in rows if row.scheme is not None}
+    if schemes:
+        linear = [row.module for row in rows if row.scheme is None and _is_linear(row, facts)]
+        linear += [alias for alias in facts.tied if alias not in schemes]
+        config["quantization_config"] = build_config(schemes, linear)
+        validate_config(config["quantization_config"])
+    if untied:
+        _set_untied(config)
+    dtypes = {row.dtype for row in rows}
+    if len(dtypes) == 1 and config_dtype(config) not in dtypes:
+        _set_dtype(config, str(dtypes.pop()).removeprefix("torch."))
+    return config
+
+
+def _is_linear(row: PlanRow, facts: ModelFacts) -> bool:
+    return facts.kinds.get(row.module, "linear") in ("linear", "head") and len(row.shape) == 2
+
+
+def _set_untied(config: dict[str, Any]) -> None:
+    config["tie_word_embeddings"] = False
+    if isinstance(config.get("text_config"), Mapping) and "tie_word_embeddings" in config["text_config"]:
+        config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+
+
+def _set_dtype(config: dict[str, Any], name: str) -> None:
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    config[key] = name
+    if isinstance(config.get("text_config"), Mapping):
+        inner = dict(config["text_config"])
+        for inner_key in ("dtype", "torch_dtype"):
+            if inner_key in inner:
+                inner[inner_key] = name
+        config["text_config"] = inner
+
+
+def _about_requantizing(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
+    again = [
+        row
+        for row in rows
+        if row.scheme is not None
+        and row.read_from in source.weights
+        and source.weights[row.read_from].is_quantized
+    ]
+    if not again:
+        return []
+    kinds = ", ".join(sorted({row.source for row in again}))
+    return [
+        f"{len(again)} modules of the source are already quantized ({kinds}); quantizing them again "
+        "adds to their error"
+    ]
+
+
+__all__ = ["Plan", "PlanOptions", "PlanRow", "config_dtype", "make_plan"]
