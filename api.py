@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quantload.accuracy.compare import (
+    ModelComparison,
+    compare_outputs,
+    compare_weights,
+    with_outputs,
+)
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.errors import ConfigError
 from quantload.layers.facts import probe_facts
+from quantload.layers.text import generate_text, load_tokenizer as read_tokenizer
+from quantload.loader.assign import assign
 from quantload.loader.convert import run_plan
 from quantload.loader.formats import open_source
+from quantload.loader.gguf_tokenizer import write_tokenizer
 from quantload.loader.open import open_checkpoint
 from quantload.loader.plan import DTYPE_NAMES, Plan, PlanOptions, make_plan
 from quantload.loader.source import Source
@@ -22,6 +32,14 @@ from quantload.mappers.facts import ModelFacts
 from quantload.progress import Progress, Silent
 from quantload.quant.rules import QuantConfig
 from quantload.quant.scheme import Scheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from quantload.layers.surgery import LinearReport
 
 Rules = Mapping[str, object] | Iterable[str]
 
@@ -161,3 +179,149 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
         raise ConfigError(f"unknown dtype: `{name}`, expected one of {', '.join(DTYPE_NAMES)}")
     return DTYPE_NAMES[name]
 
+
+
+def load(
+    source: str | Path | Source,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    fuse: bool = True,
+    progress: Progress | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a checkpoint, quantized or not, as a working transformers model.
+
+    Args:
+        source: A folder, a GGUF file, a hub id, or what `inspect` returned.
+        device: Where the model lives; None takes CUDA where there is one.
+        dtype: dtype of activations and full-precision parameters; None takes the config's.
+        fuse: Run q/k/v and gate/up as one product each.
+        progress: Draws progress; silent by default.
+        trust_remote_code: Run modelling code that comes with the checkpoint.
+
+    Raises:
+        QuantloadError: The checkpoint is not sound, or transformers cannot build its model.
+    """
+    opened = source if isinstance(source, Source) else inspect(source)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return load_model(
+        opened,
+        device=torch.device(device),
+        dtype=parse_dtype(dtype) if isinstance(dtype, str) else dtype,
+        fuse=fuse,
+        progress=progress,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def load_model(
+    source: Source,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    fuse: bool = True,
+    progress: Progress | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load an opened checkpoint: build, probe, replace layers, stream weights; see `load`."""
+    from quantload.layers import meta_model, siblings, surgery  # transformers: seconds to import
+
+    config, folder = source.checkpoint.config, source.checkpoint.folder
+    dtype = dtype or meta_model.config_dtype(config) or torch.float32
+    model = meta_model.build_on_meta(
+        config, folder, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    mapper = surgery.mapper_of(model)
+    schemes = surgery.schemes_in_model(
+        mapper, {name: w.scheme for name, w in source.weights.items() if w.scheme is not None}
+    )
+    found = siblings.find_siblings(model)
+    stacks = surgery.replace_linears(model, schemes, found, dtype=dtype, fuse=fuse)
+    done = assign(
+        model,
+        source,
+        mapper.with_stacks(stacks),
+        device=device,
+        tied=meta_model.tied_names(model),
+        progress=progress,
+    )
+    return surgery.finish(model, device, untied=done.untied)
+
+
+def explain(model: PreTrainedModel) -> list[LinearReport]:
+    """Return how each linear layer of a loaded model runs: scheme, kernel, what it is fused into."""
+    from quantload.layers.surgery import explain as explain_layers
+
+    return explain_layers(model)
+
+
+def compare(
+    reference: str | Path,
+    candidate: str | Path,
+    *,
+    sequences: Sequence[Sequence[int]] = (),
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = torch.float32,
+    progress: Progress | None = None,
+) -> ModelComparison:
+    """Compare two checkpoints layer by layer; with token sequences also by running both.
+
+    Args:
+        reference: The checkpoint that is taken as right, in any format that is read.
+        candidate: The checkpoint that is judged.
+        sequences: Token ids; without any, only weights are compared.
+        device: Where the models run; default cuda if there is one.
+        dtype: dtype in which they run; None takes that of each config.
+        progress: Draws progress; silent by default.
+
+    Raises:
+        NotComparable: They are not of the same model.
+    """
+    progress = progress or Silent()
+    weights = compare_weights(inspect(reference), inspect(candidate), progress)
+    if not sequences:
+        return weights
+    models = [
+        load(source, device=device, dtype=dtype, fuse=False, progress=progress)
+        for source in (reference, candidate)
+    ]
+    outputs, end = compare_outputs(models[0], models[1], sequences, progress)
+    return with_outputs(weights, outputs, end)
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a checkpoint; a GGUF file's is made from its metadata.
+
+    Raises:
+        ModelError: There is none that transformers can read.
+    """
+    checkpoint = open_checkpoint(source)
+    if checkpoint.gguf_file is None:
+        return read_tokenizer(checkpoint.folder)
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(checkpoint.gguf_file, Path(folder))
+        return read_tokenizer(Path(folder))
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    seed: int | None = None,
+    **options: Any,  # noqa: ANN401 - see `generate_text`
+) -> str:
+    """Continue a prompt; see `layers/text.py` for the options.
+
+    Args:
+        model: From `load`.
+        tokenizer: From `load_tokenizer`.
+        prompt: Text to continue.
+        seed: Seed of sampling.
+        options: chat, emit, and arguments of transformers' `generate`.
+    """
+    if seed is not None:
+        torch.manual_seed(seed)
+    return generate_text(model, tokenizer, prompt, **options)

@@ -211,6 +211,47 @@ def verify(output: str, source: str, every: bool, as_json: bool, quiet: bool) ->
 
 
 @main.command()
+@click.argument("reference")
+@click.argument("candidate")
+@click.option("--data", type=click.Path(path_type=Path), help="Text file to run through both.")
+@click.option("--token-ids", type=click.Path(path_type=Path), help="JSON file: lists of token ids.")
+@click.option("--prompt", "prompts", multiple=True, help="Text to run through both; repeatable.")
+@click.option("--max-tokens", default=4096, show_default=True, help="Tokens to run at most.")
+@click.option("--device", help="cpu or cuda; default cuda if there is one.")
+@click.option("--dtype", default="float32", show_default=True, help="dtype of the runs.")
+@click.option("--markdown", is_flag=True, help="Print Markdown, for a pull request or a file.")
+@_EVERY
+@_JSON
+@_QUIET
+def compare(reference: str, candidate: str, **flags: Any) -> None:  # noqa: ANN401 - click's values
+    """Compare CANDIDATE with REFERENCE: weights, and with text also layer outputs and KL."""
+    from quantload import api, cli_compare, cli_output
+
+    sequences = cli_compare.read_sequences(
+        data=flags["data"],
+        token_ids=flags["token_ids"],
+        prompts=flags["prompts"],
+        tokenizer=lambda: api.load_tokenizer(reference),
+        max_tokens=flags["max_tokens"],
+    )
+    with cli_output.BarProgress(quiet=flags["quiet"]) as progress:
+        result = api.compare(
+            reference,
+            candidate,
+            sequences=sequences,
+            device=flags["device"],
+            dtype=api.parse_dtype(flags["dtype"]),
+            progress=progress,
+        )
+    if flags["as_json"]:
+        cli_output.print_json(cli_compare.comparison_json(result))
+    elif flags["markdown"]:
+        click.echo(cli_compare.comparison_markdown(result))
+    else:
+        cli_compare.show_comparison(result, every=flags["every"])
+
+
+@main.command()
 @click.argument("model")
 @click.argument("prompt")
 @click.option("--max-new-tokens", default=64, show_default=True)

@@ -153,7 +153,8 @@ def _ranges(numbers: Iterable[int]) -> str:
     return "{" + ",".join(parts) + "}"
 
 
-def _table(title: str, columns: Sequence[tuple[str, bool]]) -> Table:
+def make_table(title: str, columns: Sequence[tuple[str, bool]]) -> Table:
+    """Return an empty table; columns are (name, right-aligned)."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, right in columns:
         table.add_column(name, justify="right" if right else "left", overflow="fold")
@@ -171,7 +172,7 @@ def _named(rows: Sequence[tuple[str, tuple[str, ...]]], every: bool) -> list[tup
 
 def show_plan(plan: Plan, *, every: bool = False) -> None:
     """Print a plan as a table."""
-    table = _table(
+    table = make_table(
         f"Plan for {plan.source.checkpoint.name} ({plan.source.format_name})",
         [("module", False), ("n", True), ("shape", False), ("from", False), ("to", False)]
         + [("bytes each", True), ("why", False)],
@@ -276,7 +277,7 @@ def _bits(source: Source, module: str) -> float:
 def show_inspect(source: Source, *, every: bool = False) -> None:
     """Print what a checkpoint holds, as a table."""
     architectures = ", ".join(source.checkpoint.config.get("architectures") or ["?"])
-    table = _table(
+    table = make_table(
         f"{source.checkpoint.name}: {architectures}, format {source.format_name}",
         [("module", False), ("n", True), ("shape", False), ("holds", False), ("bits/weight", True)]
         + [("bytes each", True), ("decided by", False)],
@@ -316,10 +317,10 @@ def verify_json(report: VerifyReport) -> dict[str, Any]:
                 "source": layer.source,
                 "scheme": layer.scheme,
                 "bits_per_weight": round(layer.bits_per_weight, 4),
-                "relative_error": _finite(layer.relative),
-                "sqnr_db": _finite(layer.sqnr_db),
-                "max_abs": _finite(layer.max_abs),
-                "floor_db": _finite(layer.floor_db),
+                "relative_error": finite(layer.relative),
+                "sqnr_db": finite(layer.sqnr_db),
+                "max_abs": finite(layer.max_abs),
+                "floor_db": finite(layer.floor_db),
                 "problem": layer.problem,
             }
             for layer in report.layers
@@ -328,7 +329,8 @@ def verify_json(report: VerifyReport) -> dict[str, Any]:
     }
 
 
-def _finite(number: float) -> float | None:
+def finite(number: float) -> float | None:
+    """Return a number that JSON can hold; infinity and NaN become None."""
     return number if abs(number) < float("inf") else None
 
 
@@ -339,7 +341,7 @@ def show_verify(report: VerifyReport, *, worst: int = 10, every: bool = False) -
     shown = sorted(quantized, key=lambda layer: layer.sqnr_db)
     shown = list(report.layers) if every else shown[:worst]
     title = "All layers" if every else f"The {len(shown)} layers with the largest error"
-    table = _table(
+    table = make_table(
         title,
         [("module", False), ("scheme", False), ("bits/weight", True), ("error", True)]
         + [("SQNR dB", True), ("floor", True)],

@@ -56,16 +56,26 @@ def build_config(header: GgufHeader, path: Path) -> dict[str, Any]:
     return _Config(header, path).build()
 
 
-def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, int | None]:
-    """Return the ids of the tokens "bos", "eos", "unk" and "pad"; None where there is none."""
+def special_token_ids(metadata: Mapping[str, Any], path: Path) -> dict[str, int | None]:
+    """Return the ids of the tokens "bos", "eos", "unk" and "pad"; None where there is none.
+
+    Raises:
+        HeaderError: An id is no number.
+    """
     # What llama.cpp assumes where a file with a SentencePiece vocabulary is silent.
     sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
     defaults = {"bos": 1, "eos": 2, "unk": 0} if sentencepiece else {}
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    return {
-        name: metadata.get(f"tokenizer.ggml.{key}_token_id", defaults.get(name))
-        for name, key in keys.items()
-    }
+    ids = {}
+    for name, key in keys.items():
+        token = metadata.get(f"tokenizer.ggml.{key}_token_id", defaults.get(name))
+        if token is not None and (not isinstance(token, int) or token < 0):
+            raise HeaderError(
+                f"metadata key `tokenizer.ggml.{key}_token_id` is `{token}`, expected a token id, "
+                f"in `{path}`"
+            )
+        ids[name] = token
+    return ids
 
 
 class _Config:
@@ -126,9 +136,9 @@ class _Config:
         return config
 
     def _token_ids(self, vocabulary: int) -> dict[str, int | None]:
-        ids = special_token_ids(self._header.metadata)
+        ids = special_token_ids(self._header.metadata, self._path)
         for name, token in ids.items():
-            if token is not None and not (isinstance(token, int) and 0 <= token < vocabulary):
+            if token is not None and token >= vocabulary:
                 raise FormatMismatch(
                     f"id of the `{name}` token is `{token}`, expected less than the vocabulary of "
                     f"`{vocabulary}`, in `{self._path}`"

@@ -92,6 +92,15 @@ class WeightMapper:
         found = self._find(f"{module}.weight")
         return found[0] if found is not None and found[1] == "weight" else None
 
+    def modules_of(self, name: str) -> tuple[str, str] | None:
+        """Return the module of a tensor, as the checkpoint and as the model calls it."""
+        found = self._find(name)
+        if found is None:
+            return None
+        module, leaf = found
+        end = f".{leaf}"
+        return name.removesuffix(end) if name.endswith(end) else name.rpartition(".")[0], module
+
     def find(self, name: str) -> Target | None:
         """Return the place of a tensor, or None if the model has none for it."""
         found = self._find(name)

@@ -1,10 +1,14 @@
-"""Quantization of a layer's input while it runs, symmetric and dynamic.
+"""Quantization of a layer's input while it runs: dynamic, in the input's own dtype.
 
-    scale = max|x| / ((high - low) / 2)          x' = round(x / scale) * scale
+    symmetric     x' = round(x / scale) * scale                     scale = max|x| / ((high - low) / 2)
+    asymmetric    x' = (round(x / scale + zero) - zero) * scale     scale and zero as in `rtn`
 
-per token, or per group of features of a token, in the input's own dtype. Source:
-`compute_dynamic_scales_and_zp` and `fake_quantize` of compressed-tensors 0.20.1 (which needs a
-batch axis and whole groups; here any number of leading axes and a partial last group are fine).
+per tensor, per token, or per group of features of a token. Source: `compute_dynamic_scales_and_zp`
+and `fake_quantize` of compressed-tensors 0.20.1 (which needs a batch axis and whole groups; here
+any number of leading axes and a partial last group are fine).
+
+NaN and infinity are not looked for, since that would wait for the device: they make their whole
+token or group NaN.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quantload.errors import ConfigError
-from quantload.quant.rtn import quantize_rtn
+from quantload.quant.rtn import as_blocks, minmax_scale, round_to_nearest, scaled_blocks
 from quantload.quant.scheme import InputScheme, WeightScheme
 
 
@@ -21,23 +25,36 @@ def fake_quantize(x: Tensor, scheme: InputScheme) -> Tensor:
 
     Args:
         x: [..., K] float dtype.
-        scheme: A dynamic scheme per token or per group of features.
+        scheme: A dynamic scheme per tensor, token or group of features.
 
     Returns:
-        [..., K] of the same dtype, each value on the scheme's grid.
+        [..., K] of the same dtype, each value on the scheme's grid. What is rounded to zero from
+        below is -0.0, as in the original, which never turns a code into an integer.
 
     Raises:
-        ConfigError: The scheme is static or asymmetric.
+        ConfigError: The scheme is static.
     """
-    if not scheme.symmetric:
-        raise ConfigError("asymmetric input quantization is not supported yet")
     if not scheme.dynamic:
         raise ConfigError("static input scales are not supported yet, found `dynamic = false`")
-    tokens = x.reshape(-1, x.shape[-1])
-    if tokens.numel() == 0:
+    if x.numel() == 0:
         return x
-    codes = quantize_rtn(tokens, _as_weight_scheme(scheme))
-    return codes.dequantize().reshape(x.shape)
+    tokens = x.detach().reshape(-1, x.shape[-1])
+    n_tokens, n_features = tokens.shape
+    blocks = as_blocks(tokens, _as_weight_scheme(scheme).block_of(n_tokens, n_features))
+    scale, zero = minmax_scale(blocks, scheme.grid, symmetric=scheme.symmetric)
+    values = scheme.grid.nearest(scaled_blocks(blocks, scale, zero))
+    if zero is not None:
+        values -= zero.to(x.dtype)[:, None, :, None]
+    values *= scale[:, None, :, None]
+    return values.flatten(2).flatten(0, 1)[:, :n_features].reshape(x.shape)
+
+
+def token_codes(x: Tensor, scheme: InputScheme) -> tuple[Tensor, Tensor]:
+    """Quantize [M, K] per token; return codes [M, K] and scales [M, 1] in x's dtype."""
+    assert scheme.granularity == "token", f"per-token codes of a {scheme.granularity} scheme"
+    assert scheme.symmetric, "per-token codes come without zero points"
+    quantized = round_to_nearest(x, _as_weight_scheme(scheme))
+    return quantized.codes, quantized.scale
 
 
 def _as_weight_scheme(scheme: InputScheme) -> WeightScheme:
@@ -45,15 +62,9 @@ def _as_weight_scheme(scheme: InputScheme) -> WeightScheme:
     if scheme.granularity == "group":
         assert scheme.group_size is not None, "a group scheme has a group size"
         return WeightScheme(grid=scheme.grid, granularity="block", block=(1, scheme.group_size))
-    granularity = "channel" if scheme.granularity == "token" else "tensor"
-    return WeightScheme(grid=scheme.grid, granularity=granularity)
-
-
-def token_codes(x: Tensor, scheme: InputScheme) -> tuple[Tensor, Tensor]:
-    """Quantize [M, K] per token; return codes [M, K] and scales [M, 1] in x's dtype."""
-    assert scheme.granularity == "token", f"per-token codes of a {scheme.granularity} scheme"
-    quantized = quantize_rtn(x, _as_weight_scheme(scheme))
-    return quantized.codes, quantized.scale
+    if scheme.granularity == "token":
+        return WeightScheme(grid=scheme.grid, granularity="channel")
+    return WeightScheme(grid=scheme.grid, granularity="tensor")
 
 
 __all__ = ["fake_quantize", "token_codes"]

@@ -1,4 +1,4 @@
-"""Number grids: the sets of values that a code can stand for.
+"""Number grids: the sets of values that a code can stand for, by name.
 
     int2 .. int8     signed integers, two's complement range, stored as int8
     uint2 .. uint8   unsigned integers, stored as uint8
@@ -53,23 +53,35 @@ class Grid:
         if self.table is None:
             return codes.to(dtype)
         table = torch.tensor(self.table, dtype=dtype, device=codes.device)
-        return table[codes.to(torch.int64)]
+        return table.index_select(0, codes.reshape(-1).to(torch.int32)).reshape(codes.shape)
 
-    def round(self, scaled: Tensor) -> Tensor:
-        """Clamp to the range and round to the nearest value, ties to even; return codes.
+    def nearest(self, scaled: Tensor) -> Tensor:
+        """Clamp to the range and round to the nearest value, ties to even; NaN stays NaN.
 
         Args:
-            scaled: [...] any float dtype; must be finite. The sum of clamping and rounding
-                happens in this dtype, as compressed-tensors does it.
+            scaled: [...] any float dtype.
+
+        Returns:
+            [...] values of the grid in the same dtype, in a new tensor. The sign of a zero is kept.
+        """
+        clamped = self._clamped(scaled)
+        return clamped.to(self.storage).to(scaled.dtype) if self.is_float8 else clamped.round_()
+
+    def round(self, scaled: Tensor) -> Tensor:
+        """Return the codes of the nearest values, see `nearest`.
+
+        Args:
+            scaled: [...] any float dtype. The code of NaN in an integer grid means nothing.
 
         Returns:
             [...] codes in the grid's storage dtype.
         """
+        clamped = self._clamped(scaled)
+        return (clamped if self.is_float8 else clamped.round_()).to(self.storage)
+
+    def _clamped(self, scaled: Tensor) -> Tensor:
         assert self.table is None, f"rounding to the table grid {self.name} is not built"
-        clamped = scaled.clamp(self.low, self.high)
-        if self.is_float8:
-            return clamped.to(self.storage)
-        return clamped.round().to(self.storage)
+        return scaled.clamp(self.low, self.high)
 
 
 def int_grid(bits: int) -> Grid:

@@ -4,7 +4,7 @@
     SQNR             -20 log10(relative error), in dB
     KL               sum_v p(v) (log p(v) - log q(v)), in nats per token; p reference, q candidate
 
-Both norms are kept as sums of squares in float64, so results of parts merge exactly.
+Both norms are kept as sums of squares in float64, so the results of parts add up to that of the whole.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ErrorSums:
         return ErrorSums(
             noise=self.noise + other.noise,
             signal=self.signal + other.signal,
-            max_abs=max(self.max_abs, other.max_abs),
+            max_abs=_largest(self.max_abs, other.max_abs),
             count=self.count + other.count,
             num_nonfinite=self.num_nonfinite + other.num_nonfinite,
         )
@@ -63,6 +63,10 @@ class ErrorSums:
         return -20.0 * math.log10(relative) if math.isfinite(relative) else -math.inf
 
 
+def _largest(one: float, other: float) -> float:
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
 def error_sums(candidate: Tensor, reference: Tensor) -> ErrorSums:
     """Compare two tensors of one shape, any float dtype, in float64.
 
@@ -76,13 +80,14 @@ def error_sums(candidate: Tensor, reference: Tensor) -> ErrorSums:
     )
     for some, expected in pairs:
         wanted = expected.to(torch.float64)
-        difference = some.to(torch.float64) - wanted
+        found = some.to(torch.float64)
+        difference = found - wanted
         total += ErrorSums(
             noise=float(difference.square().sum()),
             signal=float(wanted.square().sum()),
             max_abs=float(difference.abs().max()) if difference.numel() else 0.0,
             count=difference.numel(),
-            num_nonfinite=int((~some.to(torch.float32).isfinite()).sum()),
+            num_nonfinite=int((~found.isfinite()).sum()),
         )
     return total
 
@@ -91,12 +96,13 @@ def kl_divergence(reference: Tensor, candidate: Tensor) -> Tensor:
     """KL(reference || candidate) of each token.
 
     Args:
-        reference: [..., V] logits.
+        reference: [..., V] logits; -inf for what cannot occur.
         candidate: [..., V] logits.
 
     Returns:
-        [...] float64, nats.
+        [...] float64, nats; infinity where the candidate rules out what the reference does not.
     """
     log_p = torch.log_softmax(reference.to(torch.float64), dim=-1)
     log_q = torch.log_softmax(candidate.to(torch.float64), dim=-1)
-    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+    terms = log_p.exp() * (log_p - log_q)
+    return terms.masked_fill(log_p == -math.inf, 0.0).sum(dim=-1)  # p log p is 0 at p = 0

@@ -3,7 +3,7 @@
 Two layouts of b-bit fields along the last dimension:
 
     dense    element i takes bits i*b .. i*b + b - 1 of the row's bit string; ceil(K * b / 32) words
-    padded   32 // b elements a word, from bit 0 up; the high bits of a word are idle for 3, 5, 6, 7 bits
+    padded   32 // b elements a word, from bit 0 up; for 3, 5, 6 and 7 bits the high bits are idle
 
 They are the same for 2, 4 and 8 bits.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantload.errors import ShapeError
+from quantload.quant.chunks import row_chunks
 
 
 def words_dense(columns: int, bits: int) -> int:
@@ -29,16 +30,20 @@ def words_padded(columns: int, bits: int) -> int:
 def pack_dense(fields: Tensor, bits: int) -> Tensor:
     """Pack [N, K] uint8 fields below 2^bits into [N, ceil(K * bits / 32)] int32."""
     rows, columns = fields.shape
-    padded = _pad_columns(fields, 32)
+    padded = torch.nn.functional.pad(fields, (0, -columns % 32)) if columns % 32 else fields
+    padded = padded.contiguous()
     if 8 % bits == 0:
-        each = 8 // bits
-        parts = padded.reshape(rows, -1, each)
+        parts = padded.unflatten(1, (-1, 8 // bits))
         packed = parts[..., 0].clone()
-        for i in range(1, each):
+        for i in range(1, 8 // bits):
             packed |= parts[..., i] << (bits * i)
     else:
-        packed = _bytes_from_bits(_bits(padded, bits).reshape(rows, -1))
-    return packed.contiguous().view(torch.int32)[:, : words_dense(columns, bits)].contiguous()
+        packed = padded.new_empty(rows, padded.shape[1] // 8 * bits)
+        for start, stop in row_chunks((rows, columns), fields.device):
+            eights = _squeezed(padded[start:stop].view(torch.int64), bits)
+            strings = eights.view(torch.uint8).unflatten(1, (-1, 8))[..., :bits]
+            packed[start:stop] = strings.flatten(1)
+    return packed.view(torch.int32)[:, : words_dense(columns, bits)].contiguous()
 
 
 def unpack_dense(words: Tensor, bits: int, columns: int) -> Tensor:
@@ -54,8 +59,14 @@ def unpack_dense(words: Tensor, bits: int, columns: int) -> Tensor:
         mask = (1 << bits) - 1
         parts = [(as_bytes >> (bits * i)) & mask for i in range(8 // bits)]
         return torch.stack(parts, dim=-1).reshape(rows, -1)[:, :columns].contiguous()
-    flat = _bits(as_bytes, 8).reshape(rows, -1)[:, : columns * bits]
-    return _fields_from_bits(flat.reshape(rows, columns, bits))
+    missing = -(-columns // 8) * bits - as_bytes.shape[1]  # to whole strings; may be negative
+    fields = as_bytes.new_empty(rows, columns)
+    for start, stop in row_chunks((rows, columns), words.device):
+        strings = torch.nn.functional.pad(as_bytes[start:stop], (0, missing))
+        eights = torch.nn.functional.pad(strings.unflatten(1, (-1, bits)), (0, 8 - bits))
+        spread = _spread(eights.flatten(1).view(torch.int64), bits)
+        fields[start:stop] = spread.view(torch.uint8)[:, :columns]
+    return fields
 
 
 def unpack_padded(words: Tensor, bits: int, columns: int) -> Tensor:
@@ -78,23 +89,28 @@ def _check_words(words: Tensor, expected: int, bits: int, columns: int) -> None:
         )
 
 
-def _pad_columns(fields: Tensor, multiple: int) -> Tensor:
-    missing = -fields.shape[1] % multiple
-    return torch.nn.functional.pad(fields, (0, missing)) if missing else fields
+# Eight fields, one a byte of an int64, and the same eight as one string of 8 * bits bits. Neighbours
+# meet pairwise: 8 lanes of one field, 4 of two, 2 of four, 1 of eight (and back).
 
 
-def _bits(values: Tensor, count: int) -> Tensor:
-    """[...] uint8 to [..., count] uint8 of its `count` low bits, lowest first."""
-    shifts = torch.arange(count, device=values.device, dtype=torch.uint8)
-    return (values.unsqueeze(-1) >> shifts) & 1
+def _squeezed(eights: Tensor, bits: int) -> Tensor:
+    """[...] int64 of eight bytes below 2^bits to [...] int64, their string in the low bits."""
+    for count in (1, 2, 4):
+        even = _lanes(bits * count, 16 * count)
+        odd = even << (bits * count)
+        eights = (eights & even) | ((eights >> ((8 - bits) * count)) & odd)
+    return eights
 
 
-def _bytes_from_bits(bits: Tensor) -> Tensor:
-    """[N, 8 * B] bits, lowest first, to [N, B] uint8."""
-    return _fields_from_bits(bits.reshape(bits.shape[0], -1, 8))
+def _spread(strings: Tensor, bits: int) -> Tensor:
+    """Undo `_squeezed`."""
+    for count in (4, 2, 1):
+        even = _lanes(bits * count, 16 * count)
+        odd = even << (8 * count)
+        strings = (strings & even) | ((strings << ((8 - bits) * count)) & odd)
+    return strings
 
 
-def _fields_from_bits(bits: Tensor) -> Tensor:
-    """[..., b] bits, lowest first, to [...] uint8."""
-    shifts = torch.arange(bits.shape[-1], device=bits.device, dtype=torch.uint8)
-    return (bits << shifts).sum(dim=-1, dtype=torch.uint8)
+def _lanes(width: int, distance: int) -> int:
+    """A 64-bit mask of `width` ones at every multiple of `distance`."""
+    return sum(((1 << width) - 1) << shift for shift in range(0, 64, distance))

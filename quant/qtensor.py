@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -106,11 +106,9 @@ class QuantTensor:
 
     def _grid_shape(self) -> tuple[int, int]:
         n_rows, n_columns = self.codes.shape
-        groups = (
-            self.scale.shape[-1]
-            if self.group_of is not None
-            else -(-n_columns // self.block[1])
-        )
+        groups = -(-n_columns // self.block[1])
+        if self.group_of is not None and self.scale.ndim == 2:
+            groups = self.scale.shape[1]
         return -(-n_rows // self.block[0]), groups
 
     # -- facts ---------------------------------------------------------------------------------
@@ -132,7 +130,8 @@ class QuantTensor:
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """Return the same tensor on `device`."""
-        return replace(self, **{name: part.to(device) for name, part in self.tensors().items()})
+        moved: dict[str, Any] = {name: part.to(device) for name, part in self.tensors().items()}
+        return replace(self, **moved)
 
     # -- values --------------------------------------------------------------------------------
 
@@ -143,16 +142,17 @@ class QuantTensor:
             dtype: dtype of the result; None keeps `evaluation.dtype`.
         """
         working = self.evaluation.dtype
-        values = self.grid.values(self.codes, working)
-        scale = self._scale_with_outer().to(working)
+        values = self._grouped(self.grid.values(self.codes, working))
         if self.zero is not None:
-            values = self._apply(torch.Tensor.sub_, values, self.zero.to(working))
-        values = self._apply(torch.Tensor.mul_, values, scale)
+            values -= self._fitting(self.zero.to(working))
+        values *= self._fitting(self._scale_with_outer().to(working))
         if self.offset is not None:
-            values = self._apply(torch.Tensor.add_, values, self.offset.to(working))
-        if self.outer is not None and self.evaluation.outer.startswith("value"):
-            outer = self.outer.to(working)
-            values = values.mul_(outer) if self.evaluation.outer == "value*" else values.div_(outer)
+            values += self._fitting(self.offset.to(working))
+        values = values.reshape(self.shape)
+        if self.outer is not None and self.evaluation.outer == "value*":
+            values *= self.outer.to(working)
+        elif self.outer is not None and self.evaluation.outer == "value/":
+            values /= self.outer.to(working)
         return values if dtype is None else values.to(dtype)
 
     def _scale_with_outer(self) -> Tensor:
@@ -167,7 +167,7 @@ class QuantTensor:
         return scale * outer if self.evaluation.outer == "scale*" else scale / outer
 
     def _per_row(self, part: Tensor) -> Tensor:
-        """Repeat [R, G] along the rows to [N, G]; no copy where one row serves all."""
+        """Repeat [R or N, G] along the rows to [N, G]; no copy where one row serves all."""
         n_rows = self.codes.shape[0]
         if part.shape[0] == n_rows:
             return part
@@ -175,97 +175,92 @@ class QuantTensor:
             return part.expand(n_rows, -1)
         return part.repeat_interleave(self.block[0], dim=0)[:n_rows]
 
-    def _apply(self, operation, values: Tensor, part: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: ANN001
-        """Apply an in-place operation with a [R, G] part spread over [N, K] values."""
+    def _has_whole_groups(self) -> bool:
+        return self.group_of is None and self.shape[1] % self.block[1] == 0
+
+    def _grouped(self, values: Tensor) -> Tensor:
+        """View [N, K] as [N, G, columns of a group] where all groups are alike."""
+        return values.unflatten(1, (-1, self.block[1])) if self._has_whole_groups() else values
+
+    def _fitting(self, part: Tensor) -> Tensor:
+        """Make [R or N, G] broadcast to the result of `_grouped`."""
         part = self._per_row(part)
-        columns = self.codes.shape[1]
+        if self._has_whole_groups():
+            return part.unsqueeze(-1)
         if part.shape[1] == 1:
-            return operation(values, part)  # type: ignore[no-any-return]
+            return part
         if self.group_of is not None:
-            return operation(values, part[:, self.group_of.long()])  # type: ignore[no-any-return]
-        if columns % self.block[1] == 0:
-            operation(values.unflatten(1, (part.shape[1], self.block[1])), part.unsqueeze(-1))
-            return values
-        spread = part.repeat_interleave(self.block[1], dim=1)[:, :columns]
-        return operation(values, spread)  # type: ignore[no-any-return]
+            return part[:, self.group_of.long()]
+        return part.repeat_interleave(self.block[1], dim=1)[:, : self.shape[1]]
 
     # -- exact rearrangements ------------------------------------------------------------------
 
     def refined(self, block: tuple[int, int]) -> QuantTensor:
-        """Repeat scales so that blocks of `block` rows and columns share one; the values stay equal.
+        """Repeat scales so that `block` rows and columns share one; the values stay equal.
 
         Raises:
-            ShapeError: `block` does not divide the present block.
+            ShapeError: A block of the new size would lie in two of the present ones.
         """
+        n_rows, n_columns = self.shape
+        if self.group_of is not None:  # columns find their group by number
+            block = block[0], self.block[1]
+        for axis, (new, old, length) in enumerate(zip(block, self.block, self.shape, strict=True)):
+            if new < 1 or (old % new and length > old):
+                raise ShapeError(f"block size {old} of axis {axis} cannot be refined to {new}")
         if block == self.block:
             return self
-        n_rows, n_columns = self.shape
-        for axis, (new, old, length) in enumerate(zip(block, self.block, self.shape, strict=True)):
-            if old % new and length > old:
-                raise ShapeError(f"block size {old} of axis {axis} cannot be refined to {new}")
-        rows = torch.arange(-(-n_rows // block[0]), device=self.device) * block[0] // self.block[0]
-        columns = (
-            torch.arange(self.scale.shape[1], device=self.device)
-            if self.group_of is not None
-            else torch.arange(-(-n_columns // block[1]), device=self.device)
-            * block[1]
-            // self.block[1]
-        )
-        parts = {
-            name: part[rows][:, columns]
-            for name, part in self.tensors().items()
-            if name in ("scale", "zero", "offset")
-        }
+        parts = self._regridded((0, n_rows, block[0]), (0, n_columns, block[1]))
         return replace(self, block=block, **parts)
 
     def rows(self, start: int, stop: int) -> QuantTensor:
         """Return rows start..stop (output features); a cut inside a block refines the scales."""
         self._check_range("rows", start, stop, self.shape[0])
-        block_rows = self.block[0]
-        if start // block_rows == (stop - 1) // block_rows:  # inside one block
-            first, last, block_rows, tensor = start // block_rows, start // block_rows + 1, stop - start, self
-        else:
-            block_rows = math.gcd(start, block_rows)
-            tensor = self.refined((block_rows, self.block[1]))
-            first, last = start // block_rows, -(-stop // block_rows)
-        parts = {
-            name: part[first:last]
-            for name, part in tensor.tensors().items()
-            if name in ("scale", "zero", "offset")
-        }
+        size = _size_after_cut(start, stop, self.block[0])
         outer = self.outer
         if outer is not None and outer.shape[0] != 1:
             outer = outer[start:stop]
         return replace(
-            tensor,
+            self,
             codes=self.codes[start:stop],
-            block=(block_rows, self.block[1]),
+            block=(size, self.block[1]),
             outer=outer,
-            **parts,
+            **self._regridded((start, stop, size), (0, self.shape[1], self.block[1])),
         )
 
     def columns(self, start: int, stop: int) -> QuantTensor:
-        """Return columns start..stop (input features); a cut inside a group refines the scales."""
+        """Return columns start..stop (input features); a cut inside a group refines the scales.
+
+        With act-order the scales stay whole, and the group numbers global.
+        """
         self._check_range("columns", start, stop, self.shape[1])
-        if self.group_of is not None:  # scales stay whole, group numbers stay global
-            return replace(
-                self, codes=self.codes[:, start:stop], group_of=self.group_of[start:stop]
-            )
-        size = self.block[1]
-        if start // size == (stop - 1) // size:
-            first, last, size, tensor = start // size, start // size + 1, stop - start, self
-        else:
-            size = math.gcd(start, size)
-            tensor = self.refined((self.block[0], size))
-            first, last = start // size, -(-stop // size)
-        parts = {
-            name: part[:, first:last]
-            for name, part in tensor.tensors().items()
-            if name in ("scale", "zero", "offset")
-        }
+        codes = self.codes[:, start:stop]
+        if self.group_of is not None:
+            return replace(self, codes=codes, group_of=self.group_of[start:stop])
+        size = _size_after_cut(start, stop, self.block[1])
         return replace(
-            tensor, codes=self.codes[:, start:stop], block=(self.block[0], size), **parts
+            self,
+            codes=codes,
+            block=(self.block[0], size),
+            **self._regridded((0, self.shape[0], self.block[0]), (start, stop, size)),
         )
+
+    def _regridded(
+        self, rows: tuple[int, int, int], columns: tuple[int, int, int]
+    ) -> dict[str, Any]:
+        """Return scale, zero and offset for a part of the tensor.
+
+        Args:
+            rows: (start, stop, block size) of the part; each new block lies in one present block.
+            columns: The same for columns; unused where groups have numbers.
+        """
+        of_row = torch.arange(*rows, device=self.device) // self.block[0]
+        of_column = torch.arange(*columns, device=self.device) // self.block[1]
+        parts = {"scale": self.scale, "zero": self.zero, "offset": self.offset}
+        return {
+            name: part[of_row] if self.group_of is not None else part[of_row][:, of_column]
+            for name, part in parts.items()
+            if part is not None
+        }
 
     @staticmethod
     def _check_range(what: str, start: int, stop: int, length: int) -> None:
@@ -273,24 +268,45 @@ class QuantTensor:
             raise ShapeError(f"{what} {start}..{stop} of a tensor with {length} {what}")
 
 
+def _size_after_cut(start: int, stop: int, size: int) -> int:
+    """Size of the blocks of rows or columns start..stop, cut out of blocks of `size`."""
+    if start // size == (stop - 1) // size:
+        return stop - start
+    return math.gcd(start, size)
+
+
 def why_not_stackable(members: Sequence[QuantTensor]) -> str | None:
     """Say why the members cannot become one tensor, or None if they can."""
     first = members[0]
-    for other in members[1:]:
-        if other.shape[1] != first.shape[1]:
-            return f"input widths differ: {first.shape[1]} and {other.shape[1]}"
-        if other.grid != first.grid:
-            return f"grids differ: {first.grid.name} and {other.grid.name}"
-        if other.evaluation != first.evaluation or other.scale.dtype != first.scale.dtype:
-            return "dtype or order of evaluation differ"
-        for name in ("zero", "offset"):
-            one, two = getattr(first, name), getattr(other, name)
-            if (one is None) != (two is None) or (one is not None and one.dtype != two.dtype):
-                return f"only some have a `{name}`, or their dtypes differ"
-        if (first.group_of is None) != (other.group_of is None):
-            return "only some are ordered by activation"
-        if first.group_of is not None and not torch.equal(first.group_of, other.group_of):
-            return "their act-orders differ"
+    reasons = (_why_unlike(first, other) for other in members[1:])
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_unlike(first: QuantTensor, other: QuantTensor) -> str | None:
+    if other.shape[1] != first.shape[1]:
+        return f"input widths differ: {first.shape[1]} and {other.shape[1]}"
+    if other.grid != first.grid:
+        return f"grids differ: {first.grid.name} and {other.grid.name}"
+    if other.evaluation != first.evaluation or other.scale.dtype != first.scale.dtype:
+        return "dtype or order of evaluation differ"
+    for name in ("zero", "offset"):
+        one, two = getattr(first, name), getattr(other, name)
+        if (one is None) != (two is None) or (one is not None and one.dtype != two.dtype):
+            return f"only some have a `{name}`, or their dtypes differ"
+    if first.outer is not None and other.outer is not None:
+        if first.outer.dtype != other.outer.dtype:
+            return "dtypes of `outer` differ"
+    return _why_ordered_differently(first, other)
+
+
+def _why_ordered_differently(first: QuantTensor, other: QuantTensor) -> str | None:
+    if first.group_of is None and other.group_of is None:
+        return None
+    if first.group_of is None or other.group_of is None:
+        return "only some are ordered by activation"
+    same_groups = first.scale.shape[1] == other.scale.shape[1]
+    if not same_groups or not torch.equal(first.group_of, other.group_of):
+        return "their act-orders differ"
     return None
 
 
@@ -313,24 +329,26 @@ def stack(members: Sequence[QuantTensor]) -> QuantTensor:
         return members[0]
     block = (_common_rows(members), _common_columns(members))
     refined = [member.refined(block) for member in members]
-    parts = {
+    parts: dict[str, Any] = {
         name: torch.cat([member.tensors()[name] for member in refined])
-        for name in refined[0].tensors()
-        if name in ("codes", "scale", "zero", "offset")
+        for name in ("codes", "scale", "zero", "offset")
+        if name in refined[0].tensors()
     }
-    return replace(refined[0], block=block, outer=_stacked_outer(members), **parts)
+    return replace(refined[0], outer=_stacked_outer(members), **parts)
 
 
 def _common_rows(members: Sequence[QuantTensor]) -> int:
+    """Largest block that ends where members end and lies in one block of each member."""
     heights = [member.shape[0] for member in members[:-1]]
     inner = [member.block[0] for member in members if member.shape[0] > member.block[0]]
     return math.gcd(*heights, *inner)
 
 
 def _common_columns(members: Sequence[QuantTensor]) -> int:
+    if members[0].group_of is not None:
+        return members[0].block[1]
     columns = members[0].shape[1]
-    inner = [member.block[1] for member in members if columns > member.block[1]]
-    return math.gcd(*inner) if inner else columns
+    return math.gcd(*(min(member.block[1], columns) for member in members))
 
 
 def _stacked_outer(members: Sequence[QuantTensor]) -> Tensor | None:

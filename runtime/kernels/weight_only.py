@@ -49,9 +49,9 @@ def why_not(weight: QuantTensor, *, device: torch.device, dtype: torch.dtype) ->
         return f"the weight is empty: {weight.shape[0]} x {weight.shape[1]}"
     if weight.grid.table is not None and weight.grid.bits > 4:
         return f"grid {weight.grid.name} is a table of more than 16 values"
+    if device.type == "cpu" and _INTERPRETED and triton.knobs.runtime.interpret:
+        return None
     if device.type != "cuda":
-        if _INTERPRETED and triton.knobs.runtime.interpret:
-            return None
         return f"the kernel needs a CUDA device, not {device.type}"
     return _why_not_on_card(weight.grid, torch.cuda.get_device_capability(device))
 

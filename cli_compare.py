@@ -1,0 +1,205 @@
+"""The `compare` command: what is run, and how the result is shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantload.accuracy.compare import EndMetrics, LayerComparison, ModelComparison
+from quantload.cli_output import console, finite, make_table
+from quantload.errors import ConfigError
+from quantload.quant.metrics import ErrorSums
+
+_SEQUENCE_TOKENS = 512
+
+
+def read_sequences(
+    *,
+    data: Path | None,
+    token_ids: Path | None,
+    prompts: Sequence[str],
+    tokenizer: Callable[[], Any],
+    max_tokens: int,
+) -> list[list[int]]:
+    """Return the token sequences that the user asked for, at most `max_tokens` in all.
+
+    Args:
+        data: Text file; it is cut into sequences of 512 tokens.
+        token_ids: JSON file with a list of lists, or an object with that under "ids".
+        prompts: Texts, one sequence each.
+        tokenizer: Loads the tokenizer of the reference; called only if there is text.
+        max_tokens: Sequences are cut at this many tokens in all.
+
+    Raises:
+        ConfigError: A file cannot be read or is not of this form.
+    """
+    sequences: list[list[int]] = []
+    if token_ids is not None:
+        sequences += _read_ids(token_ids)
+    texts = list(prompts)
+    if data is not None:
+        try:
+            texts.append(data.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read `{data}`: {error}") from error
+    if texts:
+        encode = tokenizer()
+        for text in texts:
+            ids = encode(text)["input_ids"]
+            sequences += [ids[i : i + _SEQUENCE_TOKENS] for i in range(0, len(ids), _SEQUENCE_TOKENS)]
+    return _cut(sequences, max_tokens)
+
+
+def _read_ids(file: Path) -> list[list[int]]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read token ids from `{file}`: {error}") from error
+    ids = content.get("ids") if isinstance(content, dict) else content
+    good = isinstance(ids, list) and all(
+        isinstance(row, list) and row and all(isinstance(number, int) for number in row)
+        for row in ids
+    )
+    if not good or not ids:
+        raise ConfigError(
+            f"`{file}` does not hold token ids, expected a list of lists of numbers, or an object "
+            "with that under `ids`"
+        )
+    return [list(row) for row in ids]
+
+
+def _cut(sequences: list[list[int]], max_tokens: int) -> list[list[int]]:
+    kept = []
+    for ids in sequences:
+        if max_tokens <= 0:
+            break
+        kept.append(ids[:max_tokens])
+        max_tokens -= len(kept[-1])
+    return [ids for ids in kept if ids]
+
+
+# -- showing ---------------------------------------------------------------------------------------
+
+_COLUMNS = ("module", "reference", "candidate", "weight error", "weight SQNR", "output error")
+
+
+def _cells(row: LayerComparison) -> tuple[str, ...]:
+    return (
+        row.module,
+        row.reference,
+        row.candidate,
+        _percent(row.weight),
+        f"{row.weight.sqnr_db:.2f} dB" if row.weight else "",
+        _percent(row.output),
+    )
+
+
+def _percent(sums: ErrorSums | None) -> str:
+    return "" if sums is None else f"{100 * sums.relative:.3f} %"
+
+
+def _ranked(comparison: ModelComparison) -> list[LayerComparison]:
+    """Worst first: by the isolated output error where there is one, else by the weight's."""
+
+    def error(row: LayerComparison) -> float:
+        sums = row.output or row.weight
+        return sums.relative if sums else 0.0
+
+    return sorted(comparison.layers, key=error, reverse=True)
+
+
+def summary_lines(comparison: ModelComparison) -> list[str]:
+    """Return the summary in sentences."""
+    lines = []
+    changed = [row for row in comparison.layers if row.weight and row.weight.noise > 0]
+    equal = sum(row.weight is not None and row.weight.noise == 0 for row in comparison.layers)
+    lines.append(f"{len(changed)} weights differ, {equal} are equal")
+    if changed:
+        mean = sum(row.weight.sqnr_db for row in changed if row.weight) / len(changed)
+        lines.append(f"mean SQNR of the weights that differ: {mean:.2f} dB")
+    for names, where in (
+        (comparison.only_in_reference, "reference"),
+        (comparison.only_in_candidate, "candidate"),
+    ):
+        if names:
+            lines.append(f"only in the {where}: {', '.join(names[:5])}")
+    if comparison.end is not None:
+        lines += _end_lines(comparison.end)
+    return lines
+
+
+def _end_lines(end: EndMetrics) -> list[str]:
+    return [
+        f"KL(reference || candidate): mean {end.kl_mean:.4f} +- {end.kl_standard_error:.4f} nats, "
+        f"median {end.kl_quantile(0.5):.4f}, p99 {end.kl_quantile(0.99):.4f}, "
+        f"p99.9 {end.kl_quantile(0.999):.4f}, over {end.num_tokens} tokens",
+        f"same first token: {100 * end.top1:.2f} +- {100 * end.top1_standard_error:.2f} %",
+    ]
+
+
+def show_comparison(comparison: ModelComparison, *, every: bool = False) -> None:
+    """Print the worst ten layers (or all) and the summary."""
+    rows = list(comparison.layers) if every else _ranked(comparison)[:10]
+    title = "All layers" if every else f"The {len(rows)} layers with the largest error"
+    table = make_table(title, [(name, "error" in name or "SQNR" in name) for name in _COLUMNS])
+    for row in rows:
+        table.add_row(*_cells(row))
+    out = console()
+    out.print(table)
+    for line in summary_lines(comparison):
+        out.print(line)
+
+
+def comparison_markdown(comparison: ModelComparison) -> str:
+    """Return the comparison as Markdown: summary, then all layers, worst first."""
+    lines = ["## quantload compare", ""]
+    lines += [f"- {line}" for line in summary_lines(comparison)]
+    lines += ["", "| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in _ranked(comparison)]
+    return "\n".join(lines)
+
+
+def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
+    """Return the comparison for machines; infinite numbers are null."""
+    end = comparison.end
+    return {
+        "quantload_compare": 1,
+        "layers": [
+            {
+                "module": row.module,
+                "reference": row.reference,
+                "candidate": row.candidate,
+                "weight": _sums_json(row.weight),
+                "output": _sums_json(row.output),
+            }
+            for row in comparison.layers
+        ],
+        "only_in_reference": list(comparison.only_in_reference),
+        "only_in_candidate": list(comparison.only_in_candidate),
+        "end": None if end is None else _end_json(end),
+    }
+
+
+def _sums_json(sums: ErrorSums | None) -> dict[str, Any] | None:
+    if sums is None:
+        return None
+    return {
+        "relative_error": finite(sums.relative),
+        "sqnr_db": finite(sums.sqnr_db),
+        "max_abs": finite(sums.max_abs),
+    }
+
+
+def _end_json(end: EndMetrics) -> dict[str, Any]:
+    return {
+        "num_tokens": end.num_tokens,
+        "kl_mean": end.kl_mean,
+        "kl_standard_error": finite(end.kl_standard_error),
+        "kl_median": end.kl_quantile(0.5),
+        "kl_p99": end.kl_quantile(0.99),
+        "kl_p999": end.kl_quantile(0.999),
+        "top1": end.top1,
+        "top1_standard_error": end.top1_standard_error,
+    }

@@ -1,0 +1,237 @@
+"""Replace the linear layers of a meta model by ours, from outside, whatever the architecture.
+
+    quantized linear               -> QuantLinear
+    siblings of one scheme         -> LinearStack on their parent, StackView in their places
+    full-precision siblings        -> the same, with a dense GEMM
+    quantized weight of any other module (an embedding, a GGUF norm)   stays: it gets the dequantized weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quantload.errors import ModelError, listed
+from quantload.layers.linear import QuantLinear
+from quantload.layers.meta_model import (
+    TransformersModel,
+    conversion_renames,
+    is_transposed_linear,
+    tied_names,
+    untie_in_config,
+)
+from quantload.layers.siblings import Siblings, is_plain_linear
+from quantload.layers.stack import LinearStack, StackView, clear_after
+from quantload.mappers.mapper import WeightMapper
+from quantload.quant.scheme import DENSE, Scheme
+
+@dataclass(frozen=True, kw_only=True)
+class LinearReport:
+    """How one linear layer of a loaded model runs.
+
+    Args:
+        module: Dotted path in the model.
+        scheme: How its weight and input are quantized.
+        kernel: Name of the kernel.
+        refused: (kernel, reason) of the kernels before it in the table.
+        fused_into: Path of the stack that computes it, "" if it runs on its own.
+        note: What differs from the scheme or from fusion, "" if nothing does.
+    """
+
+    module: str
+    scheme: str
+    kernel: str
+    refused: tuple[tuple[str, str], ...] = ()
+    fused_into: str = ""
+    note: str = ""
+
+
+def mapper_of(model: TransformersModel) -> WeightMapper:
+    """Return the mapper from checkpoint names to a model that surgery has not touched yet."""
+    modules = {
+        path: frozenset(n for n, _ in (*module.named_parameters("", False, False), *_buffers(module)))
+        for path, module in model.named_modules(remove_duplicate=False)
+    }
+    base = model.base_model_prefix
+    return WeightMapper(
+        modules,
+        base_prefix=base if base in dict(model.named_children()) else "",
+        rename=conversion_renames(model),
+        may_ignore=(
+            *sorted(model._keys_to_ignore_on_load_unexpected or ()),
+            *_prediction_layers(model),
+        ),
+    )
+
+
+def _buffers(module: nn.Module) -> Iterable[tuple[str, object]]:
+    return (
+        (name, buffer)
+        for name, buffer in module.named_buffers("", recurse=False)
+        if name not in module._non_persistent_buffers_set
+    )
+
+
+def _prediction_layers(model: TransformersModel) -> tuple[str, ...]:
+    """Patterns of multi-token prediction layers, which follow the last layer of the model."""
+    config = model.config.get_text_config()
+    layers = getattr(config, "num_hidden_layers", 0)
+    names = ("num_nextn_predict_layers", "n_predict", "mtp_num_hidden_layers")
+    extra = max((int(getattr(config, name, 0) or 0) for name in names), default=0)
+    return (r"(^|\.)mtp\.", *(rf"(^|\.)layers\.{layers + i}\." for i in range(extra)))
+
+
+def replace_linears(
+    model: TransformersModel,
+    schemes: Mapping[str, Scheme],
+    siblings: Siblings,
+    *,
+    dtype: torch.dtype,
+    fuse: bool = True,
+) -> dict[str, tuple[str, int]]:
+    """Put our layers into the model.
+
+    Args:
+        model: A model on the meta device.
+        schemes: Scheme of each quantized module, by model path.
+        siblings: Layers that read the same input.
+        dtype: dtype of activations.
+        fuse: Make stacks; False replaces quantized layers one by one.
+
+    Returns:
+        Members of stacks: {member path: (stack path, slot)}.
+    """
+    stacks: dict[str, tuple[str, int]] = {}
+    for group in siblings.groups if fuse else ():
+        for members in _alike(model, group, schemes, dtype):
+            stacks |= _make_stack(model, members, schemes, dtype, proven=group in siblings.proven)
+    for path, scheme in schemes.items():
+        module = model.get_submodule(path)
+        if path not in stacks and (is_plain_linear(module) or is_transposed_linear(module)):
+            _put(model, path, _alone(module, scheme, dtype, path))
+    return stacks
+
+
+def _alike(
+    model: nn.Module, group: tuple[str, ...], schemes: Mapping[str, Scheme], dtype: torch.dtype
+) -> list[list[str]]:
+    """Split a group into runs that can be one GEMM: equal schemes and widths, all or none biased."""
+    alike: dict[object, list[str]] = {}
+    for path in group:
+        linear = model.get_submodule(path)
+        assert isinstance(linear, nn.Linear), f"{path} is a member of a group of linear layers"
+        scheme = schemes.get(path, DENSE)
+        if scheme is DENSE and (linear.weight.dtype != dtype or _is_shared(model, linear)):
+            continue
+        key = (scheme.weight, scheme.input, linear.in_features, linear.bias is not None)
+        alike.setdefault(key, []).append(path)
+    return [members for members in alike.values() if len(members) > 1]
+
+
+def _is_shared(model: nn.Module, linear: nn.Linear) -> bool:
+    """True if the weight is tied: then it must stay a parameter."""
+    users = [p for _, p in model.named_parameters(remove_duplicate=False) if p is linear.weight]
+    return len(users) > 1
+
+
+def _make_stack(
+    model: nn.Module,
+    members: list[str],
+    schemes: Mapping[str, Scheme],
+    dtype: torch.dtype,
+    *,
+    proven: bool,
+) -> dict[str, tuple[str, int]]:
+    linears = [model.get_submodule(path) for path in members]
+    first = linears[0]
+    assert isinstance(first, nn.Linear), f"{members[0]} is a linear layer"
+    parent_path = members[0].rpartition(".")[0]
+    parent = model.get_submodule(parent_path)
+    name = "_".join(path.rpartition(".")[2] for path in members) + "_stack"
+    path = f"{parent_path}.{name}" if parent_path else name
+    stack = LinearStack(
+        first.in_features,
+        [linear.out_features for linear in linears if isinstance(linear, nn.Linear)],
+        bias=first.bias is not None,
+        scheme=schemes.get(members[0], DENSE),
+        dtype=dtype,
+        prefix=path,
+        proven=proven,
+    )
+    for slot, member in enumerate(members):
+        _put(model, member, StackView(stack, slot))
+    parent.add_module(name, stack)
+    clear_after(parent, stack)
+    return {member: (path, slot) for slot, member in enumerate(members)}
+
+
+def _alone(module: nn.Module, scheme: Scheme, dtype: torch.dtype, path: str) -> QuantLinear:
+    if isinstance(module, nn.Linear):
+        width, height = module.in_features, module.out_features
+    else:  # stored as [K, N]
+        weight = module.get_parameter("weight")
+        width, height = weight.shape[0], weight.shape[1]
+    bias = getattr(module, "bias", None) is not None
+    return QuantLinear(width, height, bias=bias, scheme=scheme, dtype=dtype, prefix=path)
+
+
+def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
+    parent_path, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent_path), name, layer.eval())
+
+
+def schemes_in_model(mapper: WeightMapper, schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
+    """Turn schemes by checkpoint name into schemes by model path; other modules are left out."""
+    paths = {name: mapper.module_of(name) for name in schemes}
+    return {path: schemes[name] for name, path in paths.items() if path is not None}
+
+
+def finish(
+    model: TransformersModel, device: torch.device, *, untied: Iterable[str] = ()
+) -> TransformersModel:
+    """Make a loaded model ready: buffers on the device, nothing left on meta, no gradients.
+
+    Raises:
+        ModelError: A parameter or buffer was never loaded.
+    """
+    if tuple(untied) or not tied_names(model):
+        untie_in_config(model)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    left = [name for name, tensor in tensors if tensor.device.type == "meta"]
+    if left:
+        raise ModelError(f"never loaded: {listed(left)} of `{type(model).__name__}`")
+    return model.requires_grad_(False).eval()
+
+
+def explain(model: nn.Module) -> list[LinearReport]:
+    """Return how each linear layer of a loaded model runs, in the order of the model."""
+    reports = []
+    for path, module in model.named_modules():
+        if isinstance(module, StackView):
+            stack: LinearStack = module.__dict__["stack"]
+            fused = "" if stack.separate is not None else stack.prefix
+            note = f"not fused: {stack.why_separate}" if stack.why_separate else stack.kernel.note
+            reports.append(_report(path, stack, fused_into=fused, note=note))
+        elif isinstance(module, QuantLinear) and not isinstance(module, LinearStack):
+            reports.append(_report(path, module, note=module.kernel.note))
+        elif isinstance(module, nn.Linear):
+            reports.append(LinearReport(module=path, scheme="dense", kernel="dense"))
+    return reports
+
+
+def _report(path: str, layer: QuantLinear, *, note: str, fused_into: str = "") -> LinearReport:
+    return LinearReport(
+        module=path,
+        scheme=str(layer.scheme),
+        kernel=layer.kernel.name,
+        refused=layer.kernel.refused,
+        fused_into=fused_into,
+        note=note,
+    )

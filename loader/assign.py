@@ -1,0 +1,348 @@
+"""Put the tensors of a checkpoint into a model, and account for every element.
+
+From headers alone it is decided where each tensor goes, and proven that every place gets its
+elements exactly once: a gap, an overlap, a leftover or a wrong shape is an error before anything is
+read. Then tensors are read one module at a time; a layer that has all of its tensors packs them at
+once, so that little is in memory beside the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from quantload.errors import (
+    FormatMismatch,
+    MissingTensor,
+    ShapeError,
+    UnexpectedTensor,
+    listed,
+)
+from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
+from quantload.mappers.mapper import Target, WeightMapper
+from quantload.progress import Progress, Silent
+from quantload.quant.qtensor import QuantTensor
+
+_log = logging.getLogger("quantload")
+
+
+@runtime_checkable
+class Receiver(Protocol):
+    """A layer that takes whole tensors instead of having parameters."""
+
+    def awaits(self) -> dict[tuple[str, int], tuple[int, ...]]:
+        """Return the shape of each tensor that the layer waits for, by leaf and slot."""
+
+    def receive(self, leaf: str, slot: int, value: QuantTensor | Tensor) -> None:
+        """Take one tensor."""
+
+    def finish(self, device: torch.device) -> None:
+        """Pack what was received; nothing is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One tensor or weight of the checkpoint and its place.
+
+    Args:
+        target: Where it goes.
+        name: Name of the tensor, or of the module of the weight.
+        weight: The weight, if it is one; None for a plain tensor.
+        shape: Shape that arrives.
+        num_bytes: Bytes to read.
+    """
+
+    target: Target
+    name: str
+    weight: SourceWeight | None
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What was done.
+
+    Args:
+        dropped: Tensors that were left out, with the reason.
+        untied: Tied parameters that the checkpoint holds with values of their own.
+    """
+
+    dropped: Mapping[str, str]
+    untied: tuple[str, ...] = field(default=())
+
+
+def assign(
+    model: nn.Module,
+    source: Source,
+    mapper: WeightMapper,
+    *,
+    device: torch.device,
+    tied: Mapping[str, str],
+    progress: Progress | None = None,
+) -> Assignment:
+    """Load a checkpoint into a model on the meta device.
+
+    Floats are cast to the dtype of their parameter; nothing else is ever cast.
+
+    Args:
+        model: Parameters on the meta device; some modules may be receivers.
+        source: An open checkpoint.
+        mapper: Knows the names of this model, and its stacks.
+        device: Where the model shall live.
+        tied: Parameters that are another one: {"lm_head.weight": "model.embed_tokens.weight"}.
+        progress: Told about bytes as they are read.
+
+    Raises:
+        MissingTensor: A place of the model gets nothing.
+        UnexpectedTensor: A tensor has no place, or two have one place.
+        ShapeError: A tensor has another shape than its place.
+        FormatMismatch: Codes would be cast into a float parameter.
+    """
+    places = _Places(model, tied)
+    jobs, dropped = _jobs(source, mapper, places)
+    places.check(jobs)
+    todo = _by_module(jobs)
+    progress = progress or Silent()
+    progress.start("load", total=sum(job.num_bytes for job in jobs), unit="B")
+    for path, module_jobs in todo.items():
+        module = model.get_submodule(path)
+        for job in module_jobs:
+            value = _read(source, job)
+            if isinstance(module, Receiver):
+                _hand_over(module, job, value, device)
+            else:
+                places.write(job, value, device)
+            progress.advance(job.num_bytes, note=job.name)
+        if isinstance(module, Receiver):
+            module.finish(device)
+    progress.finish()
+    return Assignment(dropped, places.tie())
+
+
+# -- planning ---------------------------------------------------------------------------------
+
+
+def _jobs(
+    source: Source, mapper: WeightMapper, places: _Places
+) -> tuple[list[Job], dict[str, str]]:
+    jobs, dropped, lost = [], {}, []
+    for job_name, weight, shape, names in _tensors(source):
+        target = _target_of(job_name, weight, mapper)
+        if target is not None and places.has(target):
+            num_bytes = sum(_num_bytes(source, name) for name in names)
+            jobs.append(
+                Job(target=target, name=job_name, weight=weight, shape=shape, num_bytes=num_bytes)
+            )
+        elif (reason := mapper.why_dropped(names[0])) is not None:
+            dropped.update(dict.fromkeys(names, reason))
+        elif weight is None and _is_empty_bias(source, job_name, target):
+            dropped[job_name] = "bias of zeros for a layer without bias"
+        else:
+            lost += names
+    if lost:
+        lines = [mapper.explain(name) for name in lost[:3]]
+        raise UnexpectedTensor(
+            f"tensors have no place in the model: {listed(lost)}, in `{source.checkpoint.name}`",
+            hint="; ".join(lines),
+        )
+    return jobs, dropped
+
+
+def _tensors(
+    source: Source,
+) -> Iterator[tuple[str, SourceWeight | None, tuple[int, ...], tuple[str, ...]]]:
+    """Yield (name, weight or None, shape, tensor names) of all that the checkpoint holds."""
+    for module, weight in source.weights.items():
+        yield module, weight, weight.shape, tuple(weight.leaves.values())
+    for name, entry in source.plain.items():
+        yield name, None, entry.shape, (name,)
+
+
+def _num_bytes(source: Source, name: str) -> int:
+    entry = source.checkpoint.tensors.get(name)
+    return 0 if entry is None else entry.num_bytes
+
+
+def _target_of(name: str, weight: SourceWeight | None, mapper: WeightMapper) -> Target | None:
+    if weight is None:
+        return mapper.find(name)
+    target = mapper.find(f"{name}.weight")
+    if target is None and not weight.is_quantized:  # a matrix that is not called "weight"
+        target = mapper.find(next(iter(weight.leaves.values())))
+    return target
+
+
+def _is_empty_bias(source: Source, name: str, target: Target | None) -> bool:
+    """True for the zero biases that GPTQ exporters add to layers without bias."""
+    if not name.endswith(".bias"):
+        return False
+    weight = source.weights.get(name.removesuffix(".bias"))
+    if weight is None or not weight.is_quantized:
+        return False
+    return not bool(source.read_plain(name).any())
+
+
+def _by_module(jobs: list[Job]) -> dict[str, list[Job]]:
+    todo: dict[str, list[Job]] = {}
+    for job in jobs:
+        todo.setdefault(job.target.module, []).append(job)
+    return todo
+
+
+# -- reading ----------------------------------------------------------------------------------
+
+
+def _read(source: Source, job: Job) -> QuantTensor | Tensor:
+    if job.weight is None:
+        return source.read_plain(job.name)
+    return source.read_weight(job.name)
+
+
+def _hand_over(
+    module: Receiver, job: Job, value: QuantTensor | Tensor, device: torch.device
+) -> None:
+    if isinstance(value, Tensor):
+        value = _as_float(value, getattr(module, "dtype", value.dtype), job)
+    module.receive(job.target.leaf, job.target.slot, value.to(device))
+
+
+def _as_float(value: Tensor, dtype: torch.dtype, job: Job) -> Tensor:
+    if value.dtype not in FLOAT_DTYPES:
+        raise FormatMismatch(
+            f"tensor `{job.name}` is `{value.dtype}`, expected floats for `{job.target}`: packed "
+            "codes are never cast to values",
+            hint="the quantization config of the checkpoint does not cover this tensor",
+        )
+    return value.to(dtype)
+
+
+class _Places:
+    """Every place of a model that a tensor can go to, and who goes there."""
+
+    def __init__(self, model: nn.Module, tied: Mapping[str, str]) -> None:
+        self.model = model
+        self.tied = dict(tied)
+        self.untied: list[str] = []
+        self.shapes: dict[Target, tuple[int, ...]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, Receiver):
+                for (leaf, slot), shape in module.awaits().items():
+                    self.shapes[Target(path, leaf, slot)] = shape
+            else:
+                for leaf, tensor in _own_tensors(module):
+                    self.shapes[Target(path, leaf)] = tuple(tensor.shape)
+
+    def has(self, target: Target) -> bool:
+        return target in self.shapes
+
+    def check(self, jobs: list[Job]) -> None:
+        """Prove that every place gets its elements exactly once.
+
+        Raises:
+            UnexpectedTensor: Two tensors for one place.
+            ShapeError: A tensor of another shape.
+            MissingTensor: A place without a tensor.
+        """
+        filled: dict[Target, Job] = {}
+        for job in jobs:
+            if job.target in filled:
+                raise UnexpectedTensor(
+                    f"two tensors for one place: `{filled[job.target].name}` and `{job.name}` both "
+                    f"belong to `{job.target}`"
+                )
+            filled[job.target] = job
+            expected = self.shapes[job.target]
+            if job.shape != expected:
+                raise ShapeError(
+                    f"tensor `{job.name}` has shape `{job.shape}`, expected `{expected}` for "
+                    f"`{job.target}`"
+                )
+        missing = [target for target in self.shapes if target not in filled]
+        missing = [target for target in missing if not self._is_optional(target, filled)]
+        if missing:
+            raise MissingTensor(
+                f"the checkpoint has no tensor for {listed(missing)} "
+                f"({len(missing)} of {len(self.shapes)} places of the model)",
+                hint="a shard may be missing, or the names are those of another architecture",
+            )
+
+    def _is_optional(self, target: Target, filled: Mapping[Target, Job]) -> bool:
+        """True if a tied twin is there, or if the model computed a counter or index itself."""
+        name = _full_name(target)
+        canonical = self.tied.get(name, name)
+        twins = {canonical, *(alias for alias, owner in self.tied.items() if owner == canonical)}
+        if any(_full_name(other) in twins for other in filled):
+            return True
+        buffer = self.model.get_submodule(target.module)._buffers.get(target.leaf)
+        return buffer is not None and buffer.device.type != "meta" and not buffer.is_floating_point()
+
+    def write(self, job: Job, value: QuantTensor | Tensor, device: torch.device) -> None:
+        """Make a tensor the parameter or buffer of its place."""
+        module, leaf = self.model.get_submodule(job.target.module), job.target.leaf
+        place = module._parameters.get(leaf)
+        is_parameter = place is not None
+        if place is None:
+            place = module._buffers[leaf]
+        assert place is not None, f"place {job.target} exists"
+        if isinstance(value, QuantTensor):
+            value = value.to(device).dequantize(place.dtype)
+        elif place.is_floating_point():
+            value = _as_float(value.to(device), place.dtype, job)
+        elif value.dtype != place.dtype:
+            raise FormatMismatch(
+                f"tensor `{job.name}` is `{value.dtype}`, expected `{place.dtype}` for `{job.target}`"
+            )
+        value = value.to(device)
+        if is_parameter:
+            module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+        else:
+            module._buffers[leaf] = value
+
+    def tie(self) -> tuple[str, ...]:
+        """Make tied parameters one object again, unless the checkpoint holds different values.
+
+        Returns:
+            The parameters that are not tied any more.
+        """
+        untied = []
+        for alias, owner in self.tied.items():
+            one, two = _parameter(self.model, owner), _parameter(self.model, alias)
+            if one.device.type == "meta":
+                one = two
+            elif two.device.type != "meta" and not torch.equal(one, two):
+                untied.append(alias)
+                continue
+            for name in (owner, alias):
+                path, _, leaf = name.rpartition(".")
+                self.model.get_submodule(path)._parameters[leaf] = one
+        if untied:
+            _log.warning(
+                "tied by the config, but the checkpoint holds other values: %s", ", ".join(untied)
+            )
+        return tuple(untied)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for leaf, parameter in module._parameters.items():
+        if parameter is not None:
+            yield leaf, parameter
+    for leaf, buffer in module._buffers.items():
+        if buffer is not None and leaf not in module._non_persistent_buffers_set:
+            yield leaf, buffer
+
+
+def _full_name(target: Target) -> str:
+    return f"{target.module}.{target.leaf}" if target.module else target.leaf
+
+
+def _parameter(model: nn.Module, name: str) -> nn.Parameter:
+    path, _, leaf = name.rpartition(".")
+    parameter = model.get_submodule(path)._parameters[leaf]
+    assert parameter is not None, f"tied parameter {name} exists"
+    return parameter

@@ -1,0 +1,357 @@
+"""The weight-only kernel against a float64 oracle: in the interpreter, and (`-m gpu`) on the card.
+
+The allowed error is the bound in the kernel's docstring, element by element: nothing is tuned.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from quantload.errors import ShapeError
+from quantload.quant.grid import E2M1, E4M3, E5M2, INT4, INT8, Grid, int_grid, table_grid, uint_grid
+from quantload.quant.qtensor import Evaluation, QuantTensor
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+UNIT = {BF16: 2.0**-8, F16: 2.0**-11, F32: 2.0**-24}  # largest relative error of rounding
+NF4 = table_grid("nf4", tuple(math.tanh((code - 7.3) / 5) for code in range(16)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of weight; `zero` and `offset` are dtypes, `outer` a use, and per "tensor" or "row"."""
+
+    grid: Grid
+    block: tuple[int, int]  # 0: all rows, all columns
+    zero: torch.dtype | None = None
+    offset: torch.dtype | None = None
+    outer: tuple[str, str] | None = None
+    scale: torch.dtype = BF16
+    act_order: bool = False
+
+
+CASES = {
+    "int4-g128": Case(INT4, (1, 128)),
+    "int4-g64-zero": Case(INT4, (1, 64), zero=torch.int8),
+    "int4-g32-act-order": Case(INT4, (1, 32), zero=torch.int8, act_order=True),
+    "int4-g24-f16": Case(INT4, (1, 24), scale=F16),
+    "int4-g10": Case(INT4, (1, 10), zero=torch.int8, scale=F32),
+    "int4-channel": Case(INT4, (1, 0)),
+    "int4-g32-zero-int32": Case(INT4, (1, 32), zero=torch.int32),
+    "int2-g64": Case(int_grid(2), (1, 64)),
+    "int3-tensor-zero": Case(int_grid(3), (0, 0), zero=torch.int8),
+    "uint4-g32-zero": Case(uint_grid(4), (1, 32), zero=torch.uint8, scale=F16),
+    "uint4-g64-offset": Case(uint_grid(4), (1, 64), offset=F16, scale=F16),
+    "uint4-g32-zero-float": Case(uint_grid(4), (1, 32), zero=F16, scale=F16),
+    "uint4-channel-offset": Case(uint_grid(4), (1, 0), offset=F32, scale=F32),
+    "uint2-g16-offset-outer": Case(uint_grid(2), (1, 16), offset=F32, outer=("scale*", "row")),
+    "uint2-g16-offset-outer-values": Case(
+        uint_grid(2), (1, 16), offset=F32, outer=("value/", "row")
+    ),
+    "int5-g32": Case(int_grid(5), (1, 32)),
+    "int8-channel": Case(INT8, (1, 0), scale=F32),
+    "int8-g128-zero": Case(INT8, (1, 128), zero=torch.int8),
+    "uint8-g40-zero-act-order": Case(uint_grid(8), (1, 40), zero=torch.uint8, act_order=True),
+    "uint8-block-offset": Case(uint_grid(8), (8, 48), offset=F32, scale=F32),
+    "uint8-zero-int8": Case(uint_grid(8), (1, 64), zero=torch.int8),
+    "e4m3-tensor-outer": Case(E4M3, (0, 0), outer=("value*", "row"), scale=F32),
+    "e4m3-channel": Case(E4M3, (1, 0), scale=F32),
+    "e4m3-block": Case(E4M3, (128, 128), scale=F32),
+    "e4m3-block-zero": Case(E4M3, (3, 32), zero=F32, scale=F32),
+    "e5m2-channel": Case(E5M2, (1, 0), scale=F32),
+    "e2m1-g16-outer": Case(E2M1, (1, 16), scale=torch.float8_e4m3fn, outer=("scale/", "tensor")),
+    "e2m1-g32-e8m0": Case(E2M1, (1, 32), scale=torch.float8_e8m0fnu),
+    "nf4-g64": Case(NF4, (1, 64), scale=F32),
+}
+
+
+def make_weight(case: Case, n: int, k: int, *, seed: int = 0) -> QuantTensor:
+    """A random weight [n, k] whose codes take every value of the grid."""
+    generator = torch.Generator().manual_seed(seed)
+    grid, block = case.grid, (case.block[0] or n, case.block[1] or k)
+    shape = (-(-n // block[0]), -(-k // block[1]))
+
+    def uniform(size, low, high):
+        return torch.rand(size, generator=generator) * (high - low) + low
+
+    def integers(size, low, high):
+        return torch.randint(int(low), int(high) + 1, size, generator=generator)
+
+    if grid.is_float8:
+        codes = (torch.randn((n, k), generator=generator) * 30).to(grid.storage)
+    elif grid.table is not None:
+        codes = integers((n, k), 0, len(grid.table) - 1).to(grid.storage)
+    else:
+        codes = integers((n, k), grid.low, grid.high).to(grid.storage)
+    zero = offset = outer = group_of = None
+    if case.zero is not None:
+        zero = uniform(shape, grid.low, grid.high)
+        zero = (zero if case.zero.is_floating_point else zero.round()).to(case.zero)
+    if case.offset is not None:
+        offset = uniform(shape, -0.2, 0.2).to(case.offset)
+    if case.outer is not None:
+        outer = uniform((n if case.outer[1] == "row" else 1, 1), 0.5, 3.0)
+    if case.act_order:
+        group_of = (torch.arange(k) // block[1])[torch.randperm(k, generator=generator)]
+    return QuantTensor(
+        grid=grid,
+        codes=codes,
+        scale=uniform(shape, 0.005, 0.02).to(case.scale),
+        block=block,
+        evaluation=Evaluation(F32, case.outer[0] if case.outer else "scale*"),
+        zero=zero,
+        offset=offset,
+        outer=outer,
+        group_of=None if group_of is None else group_of.int(),
+    )
+
+
+def oracle(weight: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight [n, k] in float64 by the formulas of QuantTensor, and the size of its terms."""
+    n, k = weight.shape
+    device = weight.device
+    row = torch.arange(n, device=device)[:, None] // weight.block[0]
+    group = torch.arange(k, device=device) // weight.block[1]
+    if weight.group_of is not None:
+        group = weight.group_of.long()
+
+    def spread(part):
+        return 0.0 if part is None else part.float().double()[row, group[None, :]]
+
+    if weight.grid.table is None:
+        value = weight.codes.float().double()
+    else:
+        table = torch.tensor(weight.grid.table, dtype=torch.float64, device=device)
+        value = table[weight.codes.long()]
+    scale, zero, offset = spread(weight.scale), spread(weight.zero), spread(weight.offset)
+    factor = 1.0 if weight.outer is None else weight.outer.double()
+    if weight.evaluation.outer.endswith("/"):
+        factor = 1 / factor
+    if weight.evaluation.outer.startswith("scale"):
+        scale = scale * factor
+        factor = 1.0
+    values = ((value - zero) * scale + offset) * factor
+    sizes = ((value.abs() + abs(zero)) * scale + abs(offset)) * abs(factor)
+    return values, sizes
+
+
+def check(weight: QuantTensor, m: int, dtype: torch.dtype, device: torch.device, *, bias=False):
+    """Multiply and compare with the bound of the kernel's docstring."""
+    from quantload.runtime.kernels.weight_only import pack, weight_only_linear, why_not
+
+    n, k = weight.shape
+    generator = torch.Generator().manual_seed(m * n + k)
+    x = torch.randn((m, k), generator=generator).to(device, dtype)
+    b = torch.randn(n, generator=generator).to(device, dtype) if bias else None
+    weight = weight.to(device)
+    assert why_not(weight, device=device, dtype=dtype) is None
+    packed = pack(weight, device=device)
+    y = weight_only_linear(x, packed, b)
+    assert y.shape == (m, n)
+    assert y.dtype == dtype
+
+    values, sizes = oracle(weight)
+    exact = x.double() @ values.T
+    size = x.double().abs() @ sizes.T
+    if b is not None:
+        exact, size = exact + b.double(), size + b.double().abs()
+    width = packed.codes.shape[2]
+    slices = packed.codes.shape[0] * (2 if packed.nibbles else 1)
+    bound = (width + slices + 4) * 2.0**-23 * size + UNIT[dtype] * exact.abs() + 2.0**-24
+    if weight.grid == NF4:
+        bound += UNIT[dtype] * size
+    excess = (y.double() - exact).abs() - bound
+    assert excess.max().item() <= 0, f"error above its bound by {excess.max().item()}"
+    assert torch.equal(y, weight_only_linear(x, packed, b)), "two runs differ"
+
+
+def indexed(values):
+    return [pytest.param(value, index, id=str(value)) for index, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(("name", "index"), indexed(CASES))
+def test_every_kind_of_weight(name, index, kernel_device):
+    m, n, k = ((3, 70, 200), (17, 33, 130), (1, 40, 264))[index % 3]
+    weight = make_weight(CASES[name], n, k)
+    check(weight, m, (BF16, F16, F32)[index // 3 % 3], kernel_device, bias=index % 2 == 0)
+
+
+@pytest.mark.parametrize("case", ["int4-g64-zero", "uint8-block-offset", "e4m3-channel"])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 1, 1), (1, 1, 300), (2, 3, 16), (5, 1, 65), (4, 129, 31), (33, 65, 129), (70, 130, 64)],
+)
+def test_every_shape(case, m, n, k, kernel_device):
+    check(make_weight(CASES[case], n, k), m, F16, kernel_device)
+
+
+@pytest.mark.parametrize(
+    "name", ["int4-g128", "uint4-g64-offset", "int8-channel", "uint4-channel-offset"]
+)
+def test_split_of_k(name, kernel_device):
+    from quantload.runtime.kernels.weight_only import _splits
+
+    assert _splits(1, 10, 8) == (2, 5)
+    check(make_weight(CASES[name], 20, 1200), 2, F16, kernel_device, bias=True)
+
+
+def test_slices_keep_regular_groups_in_order_and_pad_little(kernel_device):
+    from quantload.runtime.kernels.weight_only import pack
+
+    def layout(name, k):
+        packed = pack(make_weight(CASES[name], 4, k), device=torch.device("cpu"))
+        return packed.codes.shape, packed.slices_per_group, packed.columns is None
+
+    assert layout("int4-g128", 1024) == ((4, 4, 128), 1, True)
+    assert layout("int4-g64-zero", 576) == ((5, 4, 64), 1, True)
+    assert layout("int4-g32-act-order", 64) == ((1, 4, 32), 1, False)
+    assert layout("int4-g24-f16", 96) == ((2, 4, 32), 1, False)
+    assert layout("int8-channel", 576) == ((5, 4, 128), 5, True)
+
+
+def test_cut_groups_of_act_order(kernel_device):
+    weight = make_weight(CASES["int4-g32-act-order"], 24, 160)
+    check(weight.columns(40, 110), 3, F16, kernel_device)
+    few = replace(weight, group_of=weight.group_of.clamp(max=1))  # groups 2, 3 and 4 are empty
+    check(few, 3, F16, kernel_device)
+
+
+def test_leading_axes_strides_and_no_tokens(kernel_device):
+    from quantload.runtime.kernels.weight_only import pack, weight_only_linear
+
+    weight = make_weight(CASES["int4-g64-zero"], 24, 70).to(kernel_device)
+    packed = pack(weight, device=kernel_device)
+    x = torch.randn(2, 3, 70, dtype=F16).to(kernel_device)
+    flat = weight_only_linear(x.reshape(6, 70), packed)
+    assert torch.equal(weight_only_linear(x, packed).reshape(6, 24), flat)
+    wide = torch.cat([x, x], dim=-1)
+    assert torch.equal(weight_only_linear(wide[..., :70], packed).reshape(6, 24), flat)
+    across = x.reshape(6, 70).t().contiguous().t()
+    assert torch.equal(weight_only_linear(across, packed), flat)
+    assert weight_only_linear(x[:, :0], packed).shape == (2, 0, 24)
+    assert weight_only_linear(x[0, 0], packed).shape == (24,)
+
+
+def test_nan_stays_nan_and_padding_stays_out(kernel_device):
+    from quantload.runtime.kernels.weight_only import pack, weight_only_linear
+
+    weight = make_weight(CASES["int4-g64-zero"], 24, 70).to(kernel_device)
+    x = torch.randn(3, 70).to(kernel_device)
+    x[1, 69] = float("nan")
+    y = weight_only_linear(x, pack(weight, device=kernel_device))
+    assert y[1].isnan().all()
+    assert y[[0, 2]].isfinite().all()
+
+
+def test_wrong_width_is_an_error(kernel_device):
+    from quantload.runtime.kernels.weight_only import pack, weight_only_linear
+
+    packed = pack(make_weight(CASES["int8-channel"], 8, 64), device=kernel_device)
+    with pytest.raises(ShapeError, match="input has `63` features, the weight expects `64`"):
+        weight_only_linear(torch.zeros(1, 63), packed)
+
+
+def test_reasons(kernel_device):
+    from quantload.runtime.kernels.weight_only import _why_not_on_card, why_not
+
+    weight = make_weight(CASES["int4-g128"], 8, 64)
+    cpu = torch.device("cpu")
+    assert why_not(weight, device=torch.device("meta"), dtype=F16) == (
+        "the kernel needs a CUDA device, not meta"
+    )
+    assert why_not(weight, device=cpu, dtype=torch.float64) == (
+        "inputs are torch.float64, the kernel takes bfloat16, float16 and float32"
+    )
+    five_bits = table_grid("codebook", tuple(float(i) for i in range(32)))
+    wide = replace(weight, grid=five_bits, codes=weight.codes.to(torch.uint8) & 15)
+    assert why_not(wide, device=cpu, dtype=F16) == (
+        "grid codebook is a table of more than 16 values"
+    )
+    empty = replace(weight, codes=weight.codes[:0], scale=weight.scale[:0])
+    assert why_not(empty, device=cpu, dtype=F16) == "the weight is empty: 0 x 64"
+    assert _why_not_on_card(E4M3, (8, 0)) == (
+        "grid e4m3 needs compute capability 8.9, the device has 8.0"
+    )
+    assert _why_not_on_card(INT4, (9, 0)) is None
+
+
+def test_compiles_as_one_graph(kernel_device):
+    from quantload.runtime.kernels.weight_only import pack, weight_only_linear
+
+    packed = pack(make_weight(CASES["int4-g64-zero"], 24, 70), device=kernel_device)
+    bias = torch.randn(24).to(kernel_device)
+
+    def forward(x):
+        return weight_only_linear(x * 2, packed, bias) + 1
+
+    backend = "inductor" if kernel_device.type == "cuda" else "aot_eager"
+    compiled = torch.compile(forward, fullgraph=True, backend=backend)
+    x = torch.randn(2, 3, 70).to(kernel_device)
+    with torch.inference_mode():
+        assert torch.equal(compiled(x), forward(x))
+    parts = list(vars(packed).values())  # in_features is no argument
+    torch.library.opcheck(
+        torch.ops.quantload.weight_only_gemm.default,
+        (x[0], *parts[:-5], bias, *parts[-4:]),
+    )
+
+
+# -- on the card -----------------------------------------------------------------------------------
+
+ON_CARD = [(name, BF16) for name in CASES] + [
+    (name, dtype)
+    for name in (
+        "int4-g128",
+        "int4-g32-act-order",
+        "uint4-g64-offset",
+        "int8-channel",
+        "e4m3-block",
+    )
+    for dtype in (F16, F32)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "dtype"), ON_CARD)
+def test_on_card(name, dtype, kernel_device):
+    weight = make_weight(CASES[name], 1536, 576)
+    for m in (1, 3, 16, 17, 128, 500):
+        check(weight, m, dtype, kernel_device, bias=m % 2 == 1)
+    check(make_weight(CASES[name], 77, 1000), 5, dtype, kernel_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4-g128", "int8-channel", "e4m3-channel", "uint4-g64-offset"])
+def test_large_on_card(name, kernel_device):
+    weight = make_weight(CASES[name], 4096, 14336)
+    for m in (1, 16, 64, 300):
+        check(weight, m, BF16, kernel_device)
+
+
+@pytest.mark.gpu
+def test_nan_codes_on_card(kernel_device):
+    from quantload.runtime.kernels.weight_only import pack, weight_only_linear
+
+    weight = make_weight(CASES["e4m3-channel"], 24, 70).to(kernel_device)
+    weight.codes.view(torch.uint8)[3, 0] = 0x7F  # NaN
+    y = weight_only_linear(
+        torch.randn(2, 70, device=kernel_device), pack(weight, device=kernel_device)
+    )
+    assert y[:, 3].isnan().all()
+    assert y.isfinite().sum() == 2 * 23
+
+
+@pytest.mark.gpu
+def test_cuda_graph(kernel_device):
+    from quantload.runtime.kernels.weight_only import pack, weight_only_linear
+
+    packed = pack(make_weight(CASES["int4-g128"], 256, 4096), device=kernel_device)  # splits K
+    x = torch.randn(1, 4096, device=kernel_device, dtype=BF16)
+    weight_only_linear(x, packed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = weight_only_linear(x, packed)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, weight_only_linear(x, packed))
