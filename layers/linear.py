@@ -1,7 +1,7 @@
 """`QuantLinear`: a linear layer that takes canonical weights and multiplies with the best kernel.
 
-A layer is created empty. It says which tensors it waits for, takes them whole (`receive`), and packs
-them for a kernel when all are there (`finish`). Nothing of this hangs on parameters.
+A layer is created empty. It says which tensors it waits for, takes them whole (`receive`), and
+packs them for a kernel when all are there (`finish`). Nothing of this hangs on parameters.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ transformers; what the rest of the package has to know about its models is asked
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,10 +29,16 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+)
 from transformers.pytorch_utils import Conv1D
 
 from quantload.errors import ModelError
+from quantload.mappers.mapper import Conversion, Piece
 
 TransformersModel: TypeAlias = PreTrainedModel
 
@@ -42,6 +47,7 @@ _PROBE_ATTENTION = "quantload_probe"
 # is not even reserved.
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
 _LARGE = 1 << 22
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def build_on_meta(
@@ -56,7 +62,7 @@ def build_on_meta(
 
     Args:
         config: Content of config.json; a quantization config in it is ignored.
-        folder: Folder of the checkpoint; generation_config.json and, if trusted, code are taken from it.
+        folder: Folder of the checkpoint, for generation_config.json and, if trusted, its code.
         dtype: dtype of the parameters; those that the model keeps in float32 stay so.
         trust_remote_code: Run model code that comes with the checkpoint.
         attn_implementation: Name of the attention function; None lets transformers choose.
@@ -65,7 +71,7 @@ def build_on_meta(
         The model in eval mode, its tied parameters being one object.
 
     Raises:
-        ModelError: transformers does not know the architecture, or cannot build it from this config.
+        ModelError: transformers does not know the architecture, or cannot build this config.
     """
     hf_config = _config_object(config, folder, trust_remote_code=trust_remote_code)
     model_class = _model_class(config, hf_config, folder, trust_remote_code=trust_remote_code)
@@ -73,9 +79,10 @@ def build_on_meta(
     try:
         with _parameters_on_meta():
             # _from_config is what every Auto class calls: it sets dtype and attention, then builds
-            model: PreTrainedModel = model_class._from_config(hf_config, dtype=dtype, **options)
+            build: Callable[..., PreTrainedModel] = model_class._from_config
+            model = build(hf_config, dtype=dtype, **options)
             model.tie_weights()
-    except Exception as error:  # noqa: BLE001 - model code raises anything
+    except Exception as error:
         raise ModelError(
             f"transformers {transformers.__version__} cannot build `{model_class.__name__}` from "
             f"the config of `{folder}`: {type(error).__name__}: {error}"
@@ -84,7 +91,8 @@ def build_on_meta(
     _check_buffers(model)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
@@ -100,7 +108,7 @@ def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 def _config_object(
     config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool
 ) -> PreTrainedConfig:
-    values = {k: copy.deepcopy(v) for k, v in config.items() if k != "quantization_config"}
+    values = {k: _decoded(v) for k, v in config.items() if k != "quantization_config"}
     if trust_remote_code and "AutoConfig" in (config.get("auto_map") or {}):
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
         if hasattr(loaded, "quantization_config"):
@@ -110,11 +118,20 @@ def _config_object(
     if model_type not in CONFIG_MAPPING:
         raise _unknown_architecture(config, f"model_type `{model_type}`")
     try:
-        return CONFIG_MAPPING[model_type].from_dict(values)  # type: ignore[no-any-return]
-    except Exception as error:  # noqa: BLE001 - config classes validate in their own ways
+        return CONFIG_MAPPING[str(model_type)].from_dict(values)
+    except Exception as error:
         raise ModelError(
             f"the config of `{folder}` cannot be used: {type(error).__name__}: {error}"
         ) from error
+
+
+def _decoded(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """Copy a JSON value; transformers writes infinities as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(part) for key, part in value.items()}
+    return [_decoded(part) for part in value] if isinstance(value, list) else value
 
 
 def _model_class(
@@ -129,10 +146,11 @@ def _model_class(
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
     for auto in (AutoModelForCausalLM, AutoModel):
-        mapping = auto._model_mapping
-        if type(hf_config) in mapping.keys():  # noqa: SIM118 - not a dict
-            found = mapping[type(hf_config)]
-            return found[0] if isinstance(found, (tuple, list)) else found  # type: ignore[no-any-return]
+        mapping: Any = auto._model_mapping
+        if type(hf_config) in mapping:
+            chosen: Any = mapping[type(hf_config)]
+            first: type[PreTrainedModel] = chosen[0] if isinstance(chosen, tuple) else chosen
+            return first
     raise _unknown_architecture(config, f"architectures `{names}`")
 
 
@@ -142,9 +160,10 @@ def _remote_class(config: Mapping[str, Any], folder: Path) -> type[PreTrainedMod
     auto_map = config.get("auto_map") or {}
     for auto in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel"):
         if auto in auto_map:
-            return get_class_from_dynamic_module(  # type: ignore[no-any-return]
+            remote: type[PreTrainedModel] = get_class_from_dynamic_module(
                 auto_map[auto], str(folder), local_files_only=True
             )
+            return remote
     return None
 
 
@@ -189,7 +208,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         original(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         with _LargeOnMeta():
             yield
@@ -225,23 +244,37 @@ def _check_buffers(model: PreTrainedModel) -> None:
 # -- what the rest of the package asks about a model --------------------------------------------
 
 
-def conversion_renames(model: PreTrainedModel) -> Callable[[str], str]:
-    """Return the renaming of checkpoint names that transformers has for this model.
+def checkpoint_conversion(model: PreTrainedModel) -> Callable[[str], Conversion]:
+    """Return what transformers makes of a checkpoint name of this model.
 
-    Only one-to-one renamings; conversions that merge tensors are left out.
+    Renamings are applied in turn. Converters that merge the weights of experts into one parameter
+    tell which part a tensor fills; any other converter changes values, and is refused.
     """
-    renamings = [
-        transform
-        for transform in get_model_conversion_mapping(model)
-        if isinstance(transform, WeightRenaming)
-    ]
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
 
-    def rename(name: str) -> str:
+    def convert(name: str) -> Conversion:
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
-        return name
+        for converter in converters:
+            target, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                return _converted(converter, name, target, pattern)
+        return Conversion(name)
 
-    return rename
+    return convert
+
+
+def _converted(converter: WeightConverter, name: str, target: str, pattern: str) -> Conversion:
+    steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
+    merges = steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+    expert = _EXPERT.search(name)
+    if not merges or expert is None:
+        names = ", ".join(kind.__name__ for kind, _ in steps)
+        return Conversion(name, refused=f"transformers converts it by {names}, which is not built")
+    sources = list(converter.source_patterns)
+    return Conversion(target, Piece(int(expert[1]), sources.index(pattern), len(sources)))
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
@@ -264,7 +297,8 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 def output_head(model: PreTrainedModel) -> nn.Module | None:
     """Return the module that computes the logits, if the model has one."""
-    head = model.get_output_embeddings()
+    find: Callable[[], object] = model.get_output_embeddings
+    head = find()
     return head if isinstance(head, nn.Module) else None
 
 

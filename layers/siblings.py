@@ -41,7 +41,7 @@ class Siblings:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """True if the module computes what nn.Linear does: subclasses may have a forward of their own."""
+    """True if the module computes what nn.Linear does; subclasses may have another forward."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
@@ -97,7 +97,7 @@ def _record_calls(model: TransformersModel, linears: dict[str, nn.Module]) -> li
 
 
 def _forward(model: TransformersModel) -> None:
-    # bfloat16, since grouped matrix products on the meta device want it; buffers join the parameters
+    # bfloat16, since grouped matrix products on the meta device want it
     tensors = {
         name: torch.empty_like(
             tensor,

@@ -1,8 +1,8 @@
 """Fused linear layers without rewriting a model's forward.
 
-`LinearStack` holds the rows of q, k and v (or gate and up) in one weight; each member is replaced by
-a `StackView` without storage. The first view that sees an input runs one GEMM for all, the others
-take their slice of the result:
+`LinearStack` holds the rows of q, k and v (or gate and up) in one weight; each member is replaced
+by a `StackView` without storage. The first view that sees an input runs one GEMM for all, the
+others take their slice of the result:
 
     same input?   the same object, not written to since (its version), slice not handed out yet
     otherwise     compute again: slower, never wrong
@@ -82,12 +82,12 @@ class LinearStack(QuantLinear):
     def take(self, x: Tensor, slot: int) -> Tensor:
         """Return the result of one member, [..., N_slot]; computes all members if need be."""
         if self.separate is not None:
-            bias = None if self.bias is None else self.bias.split(self.sizes)[slot]
+            bias = None if self.bias is None else torch.split(self.bias, self.sizes)[slot]
             return self.separate[slot](x, bias)  # type: ignore[no-any-return]
         version = _version(x)
         known = self._input is x and self._version == version and self._parts[slot] is not None
         if not known or (version == _UNREADABLE and not self.proven):
-            self._parts = list(self.forward(x).split(self.sizes, dim=-1))
+            self._parts = list(torch.split(self.forward(x), self.sizes, dim=-1))
             self._input, self._version = x, version
         part = self._parts[slot]
         assert part is not None, f"slice {slot} of `{self.prefix}` was just computed"
@@ -133,13 +133,13 @@ class StackView(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight [N, K] of the member; computed on each access."""
-        return self._stack.weight.split(self._stack.sizes)[self.slot]
+        return torch.split(self._stack.weight, self._stack.sizes)[self.slot]
 
     @property
     def bias(self) -> Tensor | None:
         """The bias [N] of the member, if it has one."""
         bias = self._stack.bias
-        return None if bias is None else bias.split(self._stack.sizes)[self.slot]
+        return None if bias is None else torch.split(bias, self._stack.sizes)[self.slot]
 
 
 def clear_after(parent: nn.Module, stack: LinearStack) -> None:

@@ -1,9 +1,9 @@
 """Replace the linear layers of a meta model by ours, from outside, whatever the architecture.
 
-    quantized linear               -> QuantLinear
-    siblings of one scheme         -> LinearStack on their parent, StackView in their places
-    full-precision siblings        -> the same, with a dense GEMM
-    quantized weight of any other module (an embedding, a GGUF norm)   stays: it gets the dequantized weight
+quantized linear               -> QuantLinear
+siblings of one scheme         -> LinearStack on their parent, StackView in their places
+full-precision siblings        -> the same, with a dense GEMM
+any other module (embedding)   -> stays: a quantized weight is dequantized into its parameter
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quantload.errors import ModelError, listed
 from quantload.layers.linear import QuantLinear
 from quantload.layers.meta_model import (
     TransformersModel,
-    conversion_renames,
+    checkpoint_conversion,
     is_transposed_linear,
     tied_names,
     untie_in_config,
@@ -27,6 +27,7 @@ from quantload.layers.siblings import Siblings, is_plain_linear
 from quantload.layers.stack import LinearStack, StackView, clear_after
 from quantload.mappers.mapper import WeightMapper
 from quantload.quant.scheme import DENSE, Scheme
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearReport:
@@ -52,14 +53,16 @@ class LinearReport:
 def mapper_of(model: TransformersModel) -> WeightMapper:
     """Return the mapper from checkpoint names to a model that surgery has not touched yet."""
     modules = {
-        path: frozenset(n for n, _ in (*module.named_parameters("", False, False), *_buffers(module)))
+        path: frozenset(
+            n for n, _ in (*module.named_parameters("", False, False), *_buffers(module))
+        )
         for path, module in model.named_modules(remove_duplicate=False)
     }
     base = model.base_model_prefix
     return WeightMapper(
         modules,
         base_prefix=base if base in dict(model.named_children()) else "",
-        rename=conversion_renames(model),
+        convert=checkpoint_conversion(model),
         may_ignore=(
             *sorted(model._keys_to_ignore_on_load_unexpected or ()),
             *_prediction_layers(model),
@@ -67,12 +70,14 @@ def mapper_of(model: TransformersModel) -> WeightMapper:
     )
 
 
-def _buffers(module: nn.Module) -> Iterable[tuple[str, object]]:
-    return (
-        (name, buffer)
-        for name, buffer in module.named_buffers("", recurse=False)
-        if name not in module._non_persistent_buffers_set
-    )
+def _parameters(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module._parameters.items() if parameter is not None]
+
+
+def _buffers(module: nn.Module) -> list[str]:
+    named = module._buffers.items()
+    transient = module._non_persistent_buffers_set
+    return [name for name, buffer in named if buffer is not None and name not in transient]
 
 
 def _prediction_layers(model: TransformersModel) -> tuple[str, ...]:
@@ -118,7 +123,7 @@ def replace_linears(
 def _alike(
     model: nn.Module, group: tuple[str, ...], schemes: Mapping[str, Scheme], dtype: torch.dtype
 ) -> list[list[str]]:
-    """Split a group into runs that can be one GEMM: equal schemes and widths, all or none biased."""
+    """Split a group into runs that can be one GEMM: equal schemes and widths, all or no biases."""
     alike: dict[object, list[str]] = {}
     for path in group:
         linear = model.get_submodule(path)
@@ -207,7 +212,7 @@ def finish(
     left = [name for name, tensor in tensors if tensor.device.type == "meta"]
     if left:
         raise ModelError(f"never loaded: {listed(left)} of `{type(model).__name__}`")
-    return model.requires_grad_(False).eval()
+    return model.requires_grad_(False)
 
 
 def explain(model: nn.Module) -> list[LinearReport]:

@@ -9,9 +9,11 @@ once, so that little is in memory beside the model.
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +133,9 @@ def assign(
 def _jobs(
     source: Source, mapper: WeightMapper, places: _Places
 ) -> tuple[list[Job], dict[str, str]]:
-    jobs, dropped, lost = [], {}, []
+    jobs: list[Job] = []
+    dropped: dict[str, str] = {}
+    lost: list[str] = []
     for job_name, weight, shape, names in _tensors(source):
         target = _target_of(job_name, weight, mapper)
         if target is not None and places.has(target):
@@ -222,13 +226,25 @@ def _as_float(value: Tensor, dtype: torch.dtype, job: Job) -> Tensor:
     return value.to(dtype)
 
 
+def _fitting(value: QuantTensor | Tensor, dtype: torch.dtype, job: Job) -> Tensor:
+    """Return the tensor in the dtype of its place; only floats are cast."""
+    if isinstance(value, QuantTensor):
+        return value.dequantize(dtype)
+    if dtype.is_floating_point:
+        return _as_float(value, dtype, job)
+    if value.dtype != dtype:
+        raise FormatMismatch(
+            f"tensor `{job.name}` is `{value.dtype}`, expected `{dtype}` for `{job.target}`"
+        )
+    return value
+
+
 class _Places:
     """Every place of a model that a tensor can go to, and who goes there."""
 
     def __init__(self, model: nn.Module, tied: Mapping[str, str]) -> None:
         self.model = model
         self.tied = dict(tied)
-        self.untied: list[str] = []
         self.shapes: dict[Target, tuple[int, ...]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, Receiver):
@@ -239,7 +255,7 @@ class _Places:
                     self.shapes[Target(path, leaf)] = tuple(tensor.shape)
 
     def has(self, target: Target) -> bool:
-        return target in self.shapes
+        return replace(target, piece=None) in self.shapes
 
     def check(self, jobs: list[Job]) -> None:
         """Prove that every place gets its elements exactly once.
@@ -247,9 +263,10 @@ class _Places:
         Raises:
             UnexpectedTensor: Two tensors for one place.
             ShapeError: A tensor of another shape.
-            MissingTensor: A place without a tensor.
+            MissingTensor: A place that gets no tensor, or too few elements.
         """
         filled: dict[Target, Job] = {}
+        elements: Counter[Target] = Counter()
         for job in jobs:
             if job.target in filled:
                 raise UnexpectedTensor(
@@ -257,52 +274,70 @@ class _Places:
                     f"belong to `{job.target}`"
                 )
             filled[job.target] = job
-            expected = self.shapes[job.target]
+            expected = self._shape_of(job.target)
             if job.shape != expected:
                 raise ShapeError(
                     f"tensor `{job.name}` has shape `{job.shape}`, expected `{expected}` for "
                     f"`{job.target}`"
                 )
-        missing = [target for target in self.shapes if target not in filled]
-        missing = [target for target in missing if not self._is_optional(target, filled)]
-        if missing:
-            raise MissingTensor(
-                f"the checkpoint has no tensor for {listed(missing)} "
-                f"({len(missing)} of {len(self.shapes)} places of the model)",
-                hint="a shard may be missing, or the names are those of another architecture",
-            )
+            elements[replace(job.target, piece=None)] += math.prod(job.shape)
+        short = [t for t, shape in self.shapes.items() if elements[t] < math.prod(shape)]
+        short = [t for t in short if not self._is_optional(t, elements)]
+        if short:
+            self._raise_missing(short, elements)
 
-    def _is_optional(self, target: Target, filled: Mapping[Target, Job]) -> bool:
+    def _shape_of(self, target: Target) -> tuple[int, ...]:
+        shape = self.shapes[replace(target, piece=None)]
+        piece = target.piece
+        if piece is None:
+            return shape
+        if len(shape) != 3 or piece.expert >= shape[0] or shape[1] % piece.parts:
+            raise ShapeError(f"`{target.name}` has shape `{shape}`, without a place for `{target}`")
+        return shape[1] // piece.parts, shape[2]
+
+    def _raise_missing(self, short: list[Target], elements: Counter[Target]) -> NoReturn:
+        partly = [target for target in short if elements[target]]
+        if partly:
+            counts = f"{elements[partly[0]]} of {math.prod(self.shapes[partly[0]])}"
+            raise MissingTensor(
+                f"the checkpoint has only a part of {listed(partly)}: {counts} elements",
+                hint="a shard may be missing",
+            )
+        raise MissingTensor(
+            f"the checkpoint has no tensor for {listed(short)} "
+            f"({len(short)} of {len(self.shapes)} places of the model)",
+            hint="a shard may be missing, or the names are those of another architecture",
+        )
+
+    def _is_optional(self, target: Target, elements: Counter[Target]) -> bool:
         """True if a tied twin is there, or if the model computed a counter or index itself."""
-        name = _full_name(target)
-        canonical = self.tied.get(name, name)
+        if elements[target]:
+            return False
+        canonical = self.tied.get(target.name, target.name)
         twins = {canonical, *(alias for alias, owner in self.tied.items() if owner == canonical)}
-        if any(_full_name(other) in twins for other in filled):
+        if any(other.name in twins for other in elements if elements[other]):
             return True
         buffer = self.model.get_submodule(target.module)._buffers.get(target.leaf)
-        return buffer is not None and buffer.device.type != "meta" and not buffer.is_floating_point()
+        return (
+            buffer is not None and buffer.device.type != "meta" and not buffer.is_floating_point()
+        )
 
     def write(self, job: Job, value: QuantTensor | Tensor, device: torch.device) -> None:
-        """Make a tensor the parameter or buffer of its place."""
+        """Make a tensor the parameter or buffer of its place, or a part of it."""
         module, leaf = self.model.get_submodule(job.target.module), job.target.leaf
-        place = module._parameters.get(leaf)
-        is_parameter = place is not None
-        if place is None:
-            place = module._buffers[leaf]
+        tensors = module._parameters if leaf in module._parameters else module._buffers
+        place = tensors[leaf]
         assert place is not None, f"place {job.target} exists"
-        if isinstance(value, QuantTensor):
-            value = value.to(device).dequantize(place.dtype)
-        elif place.is_floating_point():
-            value = _as_float(value.to(device), place.dtype, job)
-        elif value.dtype != place.dtype:
-            raise FormatMismatch(
-                f"tensor `{job.name}` is `{value.dtype}`, expected `{place.dtype}` for `{job.target}`"
-            )
-        value = value.to(device)
-        if is_parameter:
-            module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
-        else:
-            module._buffers[leaf] = value
+        value = _fitting(value.to(device), place.dtype, job)
+        piece = job.target.piece
+        if piece is not None:
+            if place.device.type == "meta":
+                place = torch.empty(place.shape, dtype=place.dtype, device=device)
+            place.data[piece.expert].chunk(piece.parts)[piece.part].copy_(value)
+            value = place
+        if leaf in module._parameters and not isinstance(value, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=False)
+        tensors[leaf] = value  # type: ignore[assignment]  # parameters go to parameters
 
     def tie(self) -> tuple[str, ...]:
         """Make tied parameters one object again, unless the checkpoint holds different values.
@@ -335,10 +370,6 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for leaf, buffer in module._buffers.items():
         if buffer is not None and leaf not in module._non_persistent_buffers_set:
             yield leaf, buffer
-
-
-def _full_name(target: Target) -> str:
-    return f"{target.module}.{target.leaf}" if target.module else target.leaf
 
 
 def _parameter(model: nn.Module, name: str) -> nn.Parameter:

@@ -11,7 +11,15 @@ import re
 from quantload.mappers.facts import Kind
 
 _ROUTERS = {"gate", "router", "shared_expert_gate", "gate_network", "router_proj"}
-_STATE_SPACE = {"dt_proj", "x_proj", "in_proj_a", "in_proj_b", "in_proj_ba", "conv1d", "weights_proj"}
+_STATE_SPACE = {
+    "dt_proj",
+    "x_proj",
+    "in_proj_a",
+    "in_proj_b",
+    "in_proj_ba",
+    "conv1d",
+    "weights_proj",
+}
 _TOWERS = {
     "vision_tower",
     "vision_model",
@@ -25,8 +33,8 @@ _TOWERS = {
     "embed_audio",
 }
 _PREDICTION = {"mtp", "eh_proj", "nextn", "mtp_block"}
-_HEADS = {"lm_head", "output_layer", "embed_out"}
-_NORMS = re.compile(r"(^|_)(layer)?norm\d*$|^ln(_|\d|$)|_ln$")
+_HEADS = {"lm_head", "output_layer", "embed_out", "head"}
+_NORMS = re.compile(r"(^|_)(layer|rms)?norm\d*$|^ln(_|\d|$)|_ln$", re.IGNORECASE)
 
 
 def reason_to_keep(module: str, kind: Kind) -> str | None:
@@ -48,11 +56,10 @@ def reason_to_keep(module: str, kind: Kind) -> str | None:
     for names, reason in (
         (_PREDICTION, "multi-token prediction block"),
         (_TOWERS, "vision or audio tower"),
+        (_ROUTERS, "router"),
     ):
         if names.intersection(components):
             return reason
-    if components[-1] in _ROUTERS:
-        return "router"
     if components[-1] in _STATE_SPACE:
         return "small state-space or indexer projection"
     if kind == "other":

@@ -45,7 +45,23 @@ _STACKED_NAMES = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-_EMBEDDINGS = {"embed_tokens", "wte", "wpe", "word_embeddings", "position_embeddings", "embeddings"}
+_TOKEN_EMBEDDINGS = {
+    "embed_tokens",
+    "embed_in",
+    "embeddings",
+    "tok_embeddings",
+    "word_embeddings",
+    "wte",
+}
+_OTHER_EMBEDDINGS = {
+    "embed_positions",
+    "embed_tokens_per_layer",
+    "position_embedding",
+    "position_embeddings",
+    "token_type_embeddings",
+    "vision_embed_tokens",
+    "wpe",
+}
 _HEADS = {"lm_head", "embed_out", "output_layer"}
 
 
@@ -58,12 +74,10 @@ def facts_from_names(modules: Iterable[str], *, tied_head: bool) -> ModelFacts:
     """
     names = sorted(modules)
     kinds: dict[str, Kind] = {name: _kind_by_name(name) for name in names}
-    embedding = next((name for name in names if kinds[name] == "embedding"), None)
+    embedding = next((name for name in names if _last(name) in _TOKEN_EMBEDDINGS), None)
     has_head = any(kind == "head" for kind in kinds.values())
     tied = {"lm_head": embedding} if tied_head and embedding and not has_head else {}
-    return ModelFacts(
-        kinds=kinds, groups=groups_from_names(names), tied=tied, origin="name table"
-    )
+    return ModelFacts(kinds=kinds, groups=groups_from_names(names), tied=tied, origin="name table")
 
 
 def groups_from_names(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
@@ -80,9 +94,13 @@ def groups_from_names(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def _kind_by_name(name: str) -> Kind:
-    last = name.rpartition(".")[2]
-    if last in _EMBEDDINGS:
+    last = _last(name)
+    if last in _TOKEN_EMBEDDINGS or last in _OTHER_EMBEDDINGS:
         return "embedding"
     if last in _HEADS:
         return "head"
     return "linear"
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,11 +1,11 @@
 """Quantization of a layer's input while it runs: dynamic, in the input's own dtype.
 
-    symmetric     x' = round(x / scale) * scale                     scale = max|x| / ((high - low) / 2)
-    asymmetric    x' = (round(x / scale + zero) - zero) * scale     scale and zero as in `rtn`
+    symmetric     x' = round(x / scale) * scale
+    asymmetric    x' = (round(x / scale + zero) - zero) * scale
 
-per tensor, per token, or per group of features of a token. Source: `compute_dynamic_scales_and_zp`
-and `fake_quantize` of compressed-tensors 0.20.1 (which needs a batch axis and whole groups; here
-any number of leading axes and a partial last group are fine).
+with scale and zero as in `rtn`, per tensor, per token, or per group of features of a token.
+Source: `compute_dynamic_scales_and_zp` and `fake_quantize` of compressed-tensors 0.20.1, which want
+a batch axis and whole groups; here any leading axes and a partial last group are fine.
 
 NaN and infinity are not looked for, since that would wait for the device: they make their whole
 token or group NaN.

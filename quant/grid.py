@@ -1,10 +1,10 @@
 """Number grids: the sets of values that a code can stand for, by name.
 
-    int2 .. int8     signed integers, two's complement range, stored as int8
-    uint2 .. uint8   unsigned integers, stored as uint8
-    e4m3, e5m2       OCP FP8 (finite e4m3 as in `float8_e4m3fn`), stored in torch's own dtype
-    e2m1             OCP FP4, code 0..15 with the sign in bit 3, stored as uint8
-    table            any 16 values (nf4, fp4 of bitsandbytes), code 0..15, stored as uint8
+int2 .. int8     signed integers, two's complement range, stored as int8
+uint2 .. uint8   unsigned integers, stored as uint8
+e4m3, e5m2       OCP FP8 (finite e4m3 as in `float8_e4m3fn`), stored in torch's own dtype
+e2m1             OCP FP4, code 0..15 with the sign in bit 3, stored as uint8
+table            any 16 values (nf4, fp4 of bitsandbytes), code 0..15, stored as uint8
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     SQNR             -20 log10(relative error), in dB
     KL               sum_v p(v) (log p(v) - log q(v)), in nats per token; p reference, q candidate
 
-Both norms are kept as sums of squares in float64, so the results of parts add up to that of the whole.
+Both norms are kept as sums of squares in float64, so the results of parts add up.
 """
 
 from __future__ import annotations
@@ -75,17 +75,14 @@ def error_sums(candidate: Tensor, reference: Tensor) -> ErrorSums:
     """
     assert candidate.shape == reference.shape, f"{candidate.shape} against {reference.shape}"
     total = ErrorSums()
-    pairs = zip(
-        candidate.reshape(-1).split(_CHUNK), reference.reshape(-1).split(_CHUNK), strict=True
-    )
-    for some, expected in pairs:
-        wanted = expected.to(torch.float64)
-        found = some.to(torch.float64)
+    pairs = candidate.reshape(-1), reference.reshape(-1)
+    for start in range(0, candidate.numel(), _CHUNK):
+        found, wanted = (flat[start : start + _CHUNK].to(torch.float64) for flat in pairs)
         difference = found - wanted
         total += ErrorSums(
             noise=float(difference.square().sum()),
             signal=float(wanted.square().sum()),
-            max_abs=float(difference.abs().max()) if difference.numel() else 0.0,
+            max_abs=float(difference.abs().max()),
             count=difference.numel(),
             num_nonfinite=int((~found.isfinite()).sum()),
         )

@@ -33,7 +33,7 @@ def pack_dense(fields: Tensor, bits: int) -> Tensor:
     padded = torch.nn.functional.pad(fields, (0, -columns % 32)) if columns % 32 else fields
     padded = padded.contiguous()
     if 8 % bits == 0:
-        parts = padded.unflatten(1, (-1, 8 // bits))
+        parts = torch.unflatten(padded, 1, (-1, 8 // bits))
         packed = parts[..., 0].clone()
         for i in range(1, 8 // bits):
             packed |= parts[..., i] << (bits * i)
@@ -41,7 +41,7 @@ def pack_dense(fields: Tensor, bits: int) -> Tensor:
         packed = padded.new_empty(rows, padded.shape[1] // 8 * bits)
         for start, stop in row_chunks((rows, columns), fields.device):
             eights = _squeezed(padded[start:stop].view(torch.int64), bits)
-            strings = eights.view(torch.uint8).unflatten(1, (-1, 8))[..., :bits]
+            strings = torch.unflatten(eights.view(torch.uint8), 1, (-1, 8))[..., :bits]
             packed[start:stop] = strings.flatten(1)
     return packed.view(torch.int32)[:, : words_dense(columns, bits)].contiguous()
 
@@ -63,7 +63,7 @@ def unpack_dense(words: Tensor, bits: int, columns: int) -> Tensor:
     fields = as_bytes.new_empty(rows, columns)
     for start, stop in row_chunks((rows, columns), words.device):
         strings = torch.nn.functional.pad(as_bytes[start:stop], (0, missing))
-        eights = torch.nn.functional.pad(strings.unflatten(1, (-1, bits)), (0, 8 - bits))
+        eights = torch.nn.functional.pad(torch.unflatten(strings, 1, (-1, bits)), (0, 8 - bits))
         spread = _spread(eights.flatten(1).view(torch.int64), bits)
         fields[start:stop] = spread.view(torch.uint8)[:, :columns]
     return fields
@@ -89,8 +89,8 @@ def _check_words(words: Tensor, expected: int, bits: int, columns: int) -> None:
         )
 
 
-# Eight fields, one a byte of an int64, and the same eight as one string of 8 * bits bits. Neighbours
-# meet pairwise: 8 lanes of one field, 4 of two, 2 of four, 1 of eight (and back).
+# Eight fields, one a byte of an int64, against the same eight as one string of 8 * bits bits.
+# Neighbours meet pairwise: 8 lanes of one field, 4 of two, 2 of four, 1 of eight (and back).
 
 
 def _squeezed(eights: Tensor, bits: int) -> Tensor:

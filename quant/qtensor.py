@@ -180,7 +180,9 @@ class QuantTensor:
 
     def _grouped(self, values: Tensor) -> Tensor:
         """View [N, K] as [N, G, columns of a group] where all groups are alike."""
-        return values.unflatten(1, (-1, self.block[1])) if self._has_whole_groups() else values
+        if not self._has_whole_groups():
+            return values
+        return torch.unflatten(values, 1, (-1, self.block[1]))
 
     def _fitting(self, part: Tensor) -> Tensor:
         """Make [R or N, G] broadcast to the result of `_grouped`."""
@@ -293,9 +295,9 @@ def _why_unlike(first: QuantTensor, other: QuantTensor) -> str | None:
         one, two = getattr(first, name), getattr(other, name)
         if (one is None) != (two is None) or (one is not None and one.dtype != two.dtype):
             return f"only some have a `{name}`, or their dtypes differ"
-    if first.outer is not None and other.outer is not None:
-        if first.outer.dtype != other.outer.dtype:
-            return "dtypes of `outer` differ"
+    outer_dtypes = {part.dtype for part in (first.outer, other.outer) if part is not None}
+    if len(outer_dtypes) > 1:
+        return "dtypes of `outer` differ"
     return _why_ordered_differently(first, other)
 
 
@@ -348,7 +350,8 @@ def _common_columns(members: Sequence[QuantTensor]) -> int:
     if members[0].group_of is not None:
         return members[0].block[1]
     columns = members[0].shape[1]
-    return math.gcd(*(min(member.block[1], columns) for member in members))
+    inner = [member.block[1] for member in members if columns > member.block[1]]
+    return math.gcd(*inner) if inner else columns
 
 
 def _stacked_outer(members: Sequence[QuantTensor]) -> Tensor | None:

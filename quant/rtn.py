@@ -92,7 +92,7 @@ def as_blocks(tensor: Tensor, block: tuple[int, int]) -> Tensor:
     missing = (-n_rows % block[0], -n_columns % block[1])
     if any(missing):
         tensor = torch.nn.functional.pad(tensor, (0, missing[1], 0, missing[0]))
-    return tensor.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+    return torch.unflatten(torch.unflatten(tensor, 1, (-1, block[1])), 0, (-1, block[0]))
 
 
 def minmax_scale(blocks: Tensor, grid: Grid, *, symmetric: bool) -> tuple[Tensor, Tensor | None]:

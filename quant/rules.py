@@ -1,4 +1,4 @@
-"""Prefix-matched rules: which scheme each module gets.
+r"""Prefix-matched rules: which scheme each module gets.
 
 A rule is PATTERN = SCHEME. A pattern is compared with the module's dotted name in whole components,
 so `model.layers.1` covers `model.layers.1.mlp` and not `model.layers.10.mlp`:
@@ -6,11 +6,11 @@ so `model.layers.1` covers `model.layers.1.mlp` and not `model.layers.10.mlp`:
     model.layers.0.             a prefix; the trailing dot is optional
     *.self_attn.                a leading * stands for any start, also an empty one
     model.layers.*.mlp.         an inner * stands for one component
-    re:.*experts\\..*down_proj   a regular expression for the whole name (fullmatch)
+    re:.*experts\..*down_proj    a regular expression for the whole name (fullmatch)
     *                           every module; same as the default scheme
 
-The pattern that covers the most components of the name decides, on a tie the later one; `re:` covers
-the whole name. SCHEME is the name of a scheme or `keep` (leave the module as it is).
+The pattern that covers the most components of the name decides, on a tie the later one; `re:`
+covers the whole name. SCHEME is the name of a scheme or `keep` (leave the module as it is).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rule:
         return f"{self.pattern} = {KEEP if self.scheme is None else self.scheme}"
 
     def covered(self, name: str) -> int | None:
-        """Return how many leading components of `name` the pattern covers; None if it does not match."""
+        """Return how many leading components of `name` are covered; None if it does not match."""
         components = name.split(".")
         if self.pattern.startswith("re:"):
             return len(components) if re.fullmatch(self.pattern[3:], name) else None
@@ -88,6 +88,8 @@ def parse_rule(pattern: str, scheme: str, *, group_size: int | None = None) -> R
             hint="for parts of a component write a regular expression: `re:...`",
         )
     if scheme.strip().lower() == KEEP:
+        if group_size is not None:
+            raise ConfigError(f"rule `{pattern} = keep` takes no group size, found `{group_size}`")
         return Rule(pattern, None)
     return Rule(pattern, parse_scheme(scheme, group_size=group_size))
 
@@ -124,15 +126,14 @@ class QuantConfig:
             ConfigError: A rule is not of this form; UnknownScheme for an unknown scheme.
         """
         pairs = rules.items() if isinstance(rules, Mapping) else [_split(text) for text in rules]
-        default: Scheme | None
-        if isinstance(scheme, str):
-            default = (
-                None
-                if scheme.strip().lower() == KEEP
-                else parse_scheme(scheme, group_size=group_size)
+        default = scheme if isinstance(scheme, Scheme) else None
+        if isinstance(scheme, str) and scheme.strip().lower() != KEEP:
+            default = parse_scheme(scheme, group_size=group_size)
+        elif group_size is not None:
+            raise ConfigError(
+                f"a group size needs the name of a scheme: found `group_size = {group_size}` and "
+                f"`{KEEP if scheme is None else scheme}`"
             )
-        else:
-            default = scheme
         return cls(default, tuple(_rule(pattern, value) for pattern, value in pairs))
 
 
@@ -205,20 +206,17 @@ def resolve(config: QuantConfig, modules: Mapping[str, Sequence[str]]) -> Resolu
     decisions = {}
     for module, names in modules.items():
         best: tuple[int, int] | None = None
-        whole = False
         for index, rule in enumerate(config.rules):
-            for name in names:
-                count = rule.covered(name)
-                if count is None:
-                    continue
+            counts = [count for name in names if (count := rule.covered(name)) is not None]
+            if counts:
                 matched.add(index)
-                if best is None or (count, index) >= best:
-                    best, whole = (count, index), count == len(name.split("."))
+                best = max(best or (-1, -1), (max(counts), index))
         if best is None:
             decisions[module] = Decision(config.default)
             continue
         deciding.add(best[1])
         rule = config.rules[best[1]]
+        whole = any(rule.covered(name) == len(name.split(".")) for name in names)
         decisions[module] = Decision(rule.scheme, rule, whole)
     unused = [rule for i, rule in enumerate(config.rules) if i not in matched]
     if unused:
@@ -235,14 +233,27 @@ def _unused(unused: Sequence[Rule], modules: Iterable[str]) -> UnusedRule:
 
 
 def _nearest(rules: Iterable[Rule], modules: Iterable[str]) -> list[str]:
-    """For each rule the nearest prefix of a name that exists, if any is near."""
-    prefixes = {
-        ".".join(parts[:end])
-        for parts in (name.split(".") for name in modules)
-        for end in range(1, len(parts) + 1)
-    }
-    near = []
+    """For each rule the nearest pattern that matches something, if any is near."""
+    names = [name.split(".") for name in set(modules)]
+    near = set()
     for rule in rules:
-        plain = rule.pattern.removeprefix("re:").removeprefix("*.").rstrip(".")
-        near += difflib.get_close_matches(plain, prefixes, n=1, cutoff=0.6)
-    return near
+        pattern = rule.pattern.removeprefix("re:").rstrip(".")
+        anywhere = pattern.startswith("*.")
+        plain = pattern.removeprefix("*.")
+        candidates = _runs(names, plain.count(".") + 1) if anywhere else _prefixes(names)
+        found = difflib.get_close_matches(plain, candidates, n=1, cutoff=0.6)
+        near |= {f"*.{match}" if anywhere else match for match in found}
+    return sorted(near)
+
+
+def _prefixes(names: Iterable[Sequence[str]]) -> set[str]:
+    return {".".join(parts[:end]) for parts in names for end in range(1, len(parts) + 1)}
+
+
+def _runs(names: Iterable[Sequence[str]], length: int) -> set[str]:
+    """Every run of `length` neighbouring components."""
+    return {
+        ".".join(parts[start : start + length])
+        for parts in names
+        for start in range(len(parts) - length + 1)
+    }

@@ -1,5 +1,7 @@
-"""Schemes: how one weight, and the input it meets, are quantized. Names and defaults of the presets
-are those of compressed-tensors (`quantization/quant_scheme.py`, 0.20.1); a test holds them equal.
+"""Schemes: how one weight, and the input it meets, are quantized.
+
+Names and defaults of the presets are those of compressed-tensors 0.20.1
+(`quantization/quant_scheme.py`); a test holds them equal.
 
 A scheme is written NAME or NAME:gSIZE (group size) or NAME:channel, for example `W4A16:g64`.
 `dense` is full precision. `keep` is not a scheme: it is the decision to leave a module as it is.
@@ -61,7 +63,7 @@ class InputScheme:
 
     Args:
         grid: Number grid of the codes.
-        granularity: What shares one scale: everything, a token, or `group_size` features of a token.
+        granularity: What shares one scale: everything, a token, or `group_size` of its features.
         group_size: Features per scale, for granularity "group".
         dynamic: True if scales are computed from the input; False if the checkpoint holds them.
         symmetric: True if there is no zero point.
@@ -158,30 +160,30 @@ def parse_scheme(text: str, *, group_size: int | None = None) -> Scheme:
         UnknownScheme: No preset has this name.
         ConfigError: The suffix makes no sense for this scheme.
     """
-    name, _, suffix = text.strip().partition(":")
+    name, colon, suffix = (part.strip().lower() for part in text.partition(":"))
     by_lower = {preset.lower(): preset for preset in PRESETS}
-    if name.lower() not in by_lower:
-        near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    if name not in by_lower:
+        near = difflib.get_close_matches(name, by_lower, n=1, cutoff=0.5)
         hint = f"did you mean `{by_lower[near[0]]}`? " if near else ""
         raise UnknownScheme(
             f"no such scheme: `{text}`",
             hint=f"{hint}schemes are {listed(PRESETS, limit=20)}; `keep` leaves a module as it is",
         )
-    scheme = PRESETS[by_lower[name.lower()]]
+    scheme = PRESETS[by_lower[name]]
     if group_size is not None:
         if suffix and suffix != f"g{group_size}":
             raise ConfigError(
                 f"two group sizes for one scheme: `{text}` and `group_size = {group_size}`"
             )
-        suffix = f"g{group_size}"
-    return _with_suffix(scheme, suffix, text) if suffix else scheme
+        return _with_suffix(scheme, f"g{group_size}", f"{text}, group_size = {group_size}")
+    return _with_suffix(scheme, suffix, text) if colon else scheme
 
 
 def _with_suffix(scheme: Scheme, suffix: str, text: str) -> Scheme:
     weight = scheme.weight
     if weight is None or weight.granularity != "group":
         raise ConfigError(
-            f"scheme `{scheme.name}` takes no suffix: found `{text}`",
+            f"scheme `{scheme.name}` takes no group size: found `{text}`",
             hint="only group-wise schemes such as `W4A16` take `:g64` or `:channel`",
         )
     if suffix == "channel":
@@ -189,7 +191,8 @@ def _with_suffix(scheme: Scheme, suffix: str, text: str) -> Scheme:
     match = re.fullmatch(r"g([1-9]\d*)", suffix)
     if match is None:
         raise ConfigError(
-            f"unknown scheme suffix: `{suffix}` in `{text}`, expected `g` and a number, or `channel`",
+            f"unknown scheme suffix: `{suffix}` in `{text}`, "
+            "expected `g` and a number, or `channel`",
             hint=f"for example `{scheme.name}:g64`",
         )
     size = int(match.group(1))

@@ -82,9 +82,9 @@ class _CpuInt4Linear(nn.Module):
         fields = (weight.codes.to(torch.int32) - int(weight.grid.low)).contiguous()
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(fields, 1)
         self.register_buffer("codes", packed)
-        # [G, N, 2]
         pair = torch.stack([weight.scale.to(dtype), _int4_offset(weight, dtype)], dim=-1)
-        self.register_buffer("scale_and_offset", pair.transpose(0, 1).contiguous())
+        pair = pair.transpose(0, 1).contiguous()  # G, N, 2
+        self.register_buffer("scale_and_offset", pair)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -182,7 +182,8 @@ class CpuInt8Inputs:
         if input is None:
             return "the input is not quantized"
         if input.granularity != "token" or input.grid.name != "int8" or not input.dynamic:
-            return f"wants int8 inputs with a scale a token, found `{input.grid.name}` a {input.granularity}"
+            found = f"`{input.grid.name}` a {input.granularity}"
+            return f"wants int8 inputs with a scale a token, found {found}"
         return _why_not_int8_rows(weight, device)
 
     def pack(

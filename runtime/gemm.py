@@ -82,7 +82,7 @@ def choose(
     weight: QuantTensor, input: InputScheme | None, *, device: torch.device, dtype: torch.dtype
 ) -> Choice:
     """Return the first row of the table that serves."""
-    refused = []
+    refused: list[tuple[str, str]] = []
     for kernel in KERNELS:
         reason = kernel.why_not(weight, input, device=device, dtype=dtype)
         if reason is None:
@@ -92,7 +92,7 @@ def choose(
 
 
 def usable_input(scheme: InputScheme | None) -> tuple[InputScheme | None, str]:
-    """Return the input scheme that runs in place of the given one, and what differs ("" if none)."""
+    """Return the input scheme that runs in place of the given one, and what differs."""
     if scheme is None:
         return None, ""
     if scheme.grid.table is not None:

@@ -114,7 +114,7 @@ class GgufReader:
         return {weight.module: weight for weight in found if weight is not None}
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
-        """Read a weight [N, K], rows in Hugging Face order: canonical if its type is, else float."""
+        """Read a weight [N, K], rows in the order of transformers: canonical or float."""
         name = weight.leaves["weight"]
         entry = self._checkpoint.tensors[name]
         stored = unpermute_rows(self._checkpoint.read(name), entry.interleaved_heads)

@@ -199,7 +199,8 @@ def _scale_parts(weight: QuantTensor) -> _ScaleParts:
         scale = scale.repeat_interleave(block_rows, dim=0)[:n_rows]
         offset = offset.repeat_interleave(block_rows, dim=0)[:n_rows]
         return _ScaleParts((scale.double() * factor).float(), None, offset, None, 1)
-    return _ScaleParts(scale, zero, offset, factor.float().expand(n_rows, 1).flatten(), block_rows)
+    outer = factor.float().expand(n_rows, 1).contiguous().flatten()
+    return _ScaleParts(scale, zero, offset, outer, block_rows)
 
 
 def _is_subtracted(grid: Grid, dtype: torch.dtype) -> bool:

@@ -20,7 +20,7 @@ NF4 = table_grid("nf4", tuple(math.tanh((code - 7.3) / 5) for code in range(16))
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of weight; `zero` and `offset` are dtypes, `outer` a use, and per "tensor" or "row"."""
+    """A kind of weight; `zero`, `offset` are dtypes, `outer` is a use, and "tensor" or "row"."""
 
     grid: Grid
     block: tuple[int, int]  # 0: all rows, all columns
@@ -187,13 +187,22 @@ def test_every_shape(case, m, n, k, kernel_device):
 
 
 @pytest.mark.parametrize(
-    "name", ["int4-g128", "uint4-g64-offset", "int8-channel", "uint4-channel-offset"]
+    ("name", "k"),
+    [
+        ("int4-g32-zero-int32", 520),
+        ("uint2-g16-offset-outer", 270),
+        ("uint2-g16-offset-outer-values", 270),
+        ("uint4-channel-offset", 2048),
+        ("int8-channel", 1030),
+    ],
 )
-def test_split_of_k(name, kernel_device):
-    from quantload.runtime.kernels.weight_only import _splits
+def test_split_of_k(name, k, kernel_device):
+    from quantload.runtime.kernels.weight_only import _splits, pack
 
-    assert _splits(1, 10, 8) == (2, 5)
-    check(make_weight(CASES[name], 20, 1200), 2, F16, kernel_device, bias=True)
+    weight = make_weight(CASES[name], 20, k)
+    steps = pack(weight, device=kernel_device).codes.shape[0]
+    assert _splits(1, steps, processors=8)[0] > 1
+    check(weight, 2, F16, kernel_device, bias=True)
 
 
 def test_slices_keep_regular_groups_in_order_and_pad_little(kernel_device):
