@@ -251,7 +251,7 @@ def load_model(
 
 
 def explain(model: PreTrainedModel) -> list[LinearReport]:
-    """Return how each linear layer of a loaded model runs: scheme, kernel, what it is fused into."""
+    """Return how each linear layer of a loaded model runs: scheme, kernel, stack it is part of."""
     from quantload.layers.surgery import explain as explain_layers
 
     return explain_layers(model)

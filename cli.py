@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from quantload import __version__
-from quantload.errors import ConfigError, NotComparable, QuantloadError
+from quantload.errors import ConfigError, NotComparable, QuantloadError, listed
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -47,10 +47,10 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: Not a size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", text, re.IGNORECASE)
     unit = (match[2] or "").capitalize() if match else ""
     factor = {**_UNITS, **_BINARY}.get(unit)
-    if match is None or factor is None or not float(match[1]):
+    if match is None or factor is None or not int(float(match[1]) * factor):
         raise ConfigError(f"not a size: `{text}`, expected for example `5GB` or `500MiB`")
     return int(float(match[1]) * factor)
 
@@ -68,23 +68,25 @@ def read_rules(config: Path | None, rules: tuple[str, ...]) -> tuple[str | None,
         return None, list(rules)
     try:
         content = tomllib.loads(config.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, OSError) as error:
+    except (ValueError, OSError) as error:  # ValueError: TOML or UTF-8
         raise ConfigError(f"cannot read rules from `{config}`: {error}") from error
     unknown = set(content) - {"scheme", "rules"}
-    table = content.get("rules", {})
-    if unknown or not isinstance(table, dict):
+    scheme, table = content.get("scheme"), content.get("rules", {})
+    if unknown or not isinstance(table, dict) or not isinstance(scheme, str | None):
         raise ConfigError(
-            f"`{config}` has the keys {sorted(content)}, expected `scheme` and a table `[rules]`"
+            f"`{config}` has the keys {listed(content)}, expected the name of a `scheme` and a "
+            "table `[rules]`"
         )
-    return content.get("scheme"), [*_rule_texts(table), *rules]
+    return scheme, [*_rule_texts(table), *rules]
 
 
 def _rule_texts(table: Mapping[str, object]) -> list[str]:
     texts = []
     for pattern, value in table.items():
-        if isinstance(value, Mapping) and set(value) <= {"scheme", "group_size"}:
-            size = value.get("group_size")
-            value = f"{value.get('scheme')}:g{size}" if size else value.get("scheme")
+        if isinstance(value, Mapping) and set(value) == {"scheme", "group_size"}:
+            value = f"{value['scheme']}:g{value['group_size']}"
+        elif isinstance(value, Mapping) and set(value) == {"scheme"}:
+            value = value["scheme"]
         if not isinstance(value, str):
             raise ConfigError(
                 f"rule `{pattern}` has the value `{value}`, expected a scheme name or "
@@ -130,6 +132,7 @@ def convert(
     """Convert SOURCE (folder, GGUF file or hub id) into the new folder OUTPUT."""
     from quantload import api, cli_output
     from quantload.loader.plan import PlanOptions
+    from quantload.loader.writer import check_place
 
     file_scheme, all_rules = read_rules(config, rules)
     scheme = scheme or file_scheme
@@ -138,6 +141,10 @@ def convert(
             "no scheme: expected `--scheme`, `--rule` or `--config`",
             hint="for example `--scheme W4A16`; `quantload schemes` lists them",
         )
+    if scheme is None and flags["group_size"] is not None:
+        raise ConfigError("`--group-size` is that of `--scheme`, which is not given")
+    if not flags["only_plan"]:
+        check_place(output)  # before anything is downloaded
     arguments: dict[str, Any] = {
         "rules": all_rules,
         "group_size": flags["group_size"],
@@ -160,7 +167,9 @@ def convert(
         done = api.execute(plan, output, verify_output=not flags["no_verify"], progress=progress)
     if as_json:
         report = cli_output.verify_json(done.report) if done.report else None
-        cli_output.print_json({**cli_output.plan_json(plan), "folder": str(output), "verify": report})
+        cli_output.print_json(
+            {**cli_output.plan_json(plan), "folder": str(output), "verify": report}
+        )
     else:
         if done.report is not None:
             cli_output.show_verify(done.report)

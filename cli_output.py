@@ -31,11 +31,11 @@ _WIDTH_WITHOUT_TERMINAL = 160
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console that does not wrap tables when the output goes to a file."""
-    plain = Console(stderr=stderr, highlight=False, soft_wrap=False)
-    if plain.is_terminal:
-        return plain
-    width = int(os.environ.get("COLUMNS", _WIDTH_WITHOUT_TERMINAL))
-    return Console(stderr=stderr, highlight=False, width=width)
+    # NOTE: with markup, `[a-z]` in the name of a rule would be taken for a style.
+    plain = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not plain.is_terminal and "COLUMNS" not in os.environ:
+        plain.width = _WIDTH_WITHOUT_TERMINAL
+    return plain
 
 
 def size(num_bytes: float) -> str:
@@ -124,7 +124,7 @@ def collapse(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, int
     merged: dict[tuple[str, tuple[str, ...]], list[list[int]]] = {}
     for name, cells in rows:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "#", name)
-        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        numbers = [int(part) for part in name.split(".") if part.isdecimal()]
         merged.setdefault((pattern, cells), []).append(numbers)
     return [
         (_with_ranges(pattern, numbers), len(numbers), cells)
@@ -178,7 +178,10 @@ def show_plan(plan: Plan, *, every: bool = False) -> None:
         + [("bytes each", True), ("why", False)],
     )
     rows = [
-        (row.module, (_shape(row.shape), row.source, _target(row), str(row.output_bytes), row.reason))
+        (
+            row.module,
+            (_shape(row.shape), row.source, _target(row), str(row.output_bytes), row.reason),
+        )
         for row in plan.rows
     ]
     for cells in _named(rows, every):
@@ -276,7 +279,8 @@ def _bits(source: Source, module: str) -> float:
 
 def show_inspect(source: Source, *, every: bool = False) -> None:
     """Print what a checkpoint holds, as a table."""
-    architectures = ", ".join(source.checkpoint.config.get("architectures") or ["?"])
+    named = source.checkpoint.config.get("architectures")
+    architectures = ", ".join(map(str, named)) if isinstance(named, list) and named else "?"
     table = make_table(
         f"{source.checkpoint.name}: {architectures}, format {source.format_name}",
         [("module", False), ("n", True), ("shape", False), ("holds", False), ("bits/weight", True)]
@@ -290,7 +294,7 @@ def show_inspect(source: Source, *, every: bool = False) -> None:
                 weight.encoding,
                 f"{_bits(source, weight.module):.2f}",
                 str(_bytes(source, weight.module)),
-                weight.decided_by,
+                weight.decided_by.replace(weight.module, "exact name"),
             ),
         )
         for weight in source.weights.values()

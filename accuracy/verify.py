@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantload.errors import listed
+from quantload.errors import QuantloadError, listed
 from quantload.loader.source import Source
 from quantload.mappers.facts import facts_from_names
 from quantload.progress import Progress
@@ -99,9 +99,7 @@ def verify_sources(output: Source, source: Source, progress: Progress) -> Verify
         source: What it was made from.
         progress: Advances by bytes of the output.
     """
-    tied = facts_from_names(
-        source.weights, tied_head=bool(_setting(source, "tie_word_embeddings"))
-    ).tied
+    tied = facts_from_names(source.weights, tied_head=True).tied  # of a head that was untied
     origin = {module: tied.get(module, module) for module in output.weights}
     layers = []
     progress.start("verify", total=_total_bytes(output), unit="B")
@@ -115,12 +113,6 @@ def verify_sources(output: Source, source: Source, progress: Progress) -> Verify
     ]
     progress.finish()
     return VerifyReport(layers=tuple(layers), problems=tuple(problems))
-
-
-def _setting(source: Source, key: str) -> object:
-    config = source.checkpoint.config
-    text = config.get("text_config") or {}
-    return config.get(key, text.get(key))
 
 
 def _weight_bytes(source: Source, module: str) -> int:
@@ -148,30 +140,36 @@ def _missing_and_extra(output: Source, source: Source, origin: Mapping[str, str]
 @torch.no_grad()
 def _check_weight(output: Source, module: str, source: Source, origin: str) -> LayerReport:
     weight = output.weights[module]
-    candidate = output.read_weight(module)
-    if tuple(weight.shape) != tuple(source.weights[origin].shape):
-        sums = ErrorSums(noise=math.inf)
-        problem = f"shape is `{weight.shape}`, the source has `{source.weights[origin].shape}`"
-    elif isinstance(candidate, QuantTensor):
-        reference = source.read_dense(origin)
-        sums = error_sums(candidate.dequantize(), reference)
-        problem = _problem(candidate, reference, sums, weight.scheme)
-    else:
-        reference = source.read_dense(origin)
-        sums = error_sums(candidate, reference)
-        problem = _difference(candidate, reference)
+    sums, problem = _compare(output, module, source, origin)
     floor = math.inf if weight.scheme is None else sqnr_floor_db(weight.scheme)
     return LayerReport(
         module=module,
         source=source.weights[origin].encoding,
         scheme="dense" if weight.scheme is None else str(weight.scheme),
-        bits_per_weight=8 * _weight_bytes(output, module) / (weight.shape[0] * weight.shape[1]),
+        bits_per_weight=8 * _weight_bytes(output, module) / max(1, math.prod(weight.shape)),
         relative=sums.relative,
         sqnr_db=sums.sqnr_db,
         max_abs=sums.max_abs,
         floor_db=floor,
         problem=problem,
     )
+
+
+def _compare(output: Source, module: str, source: Source, origin: str) -> tuple[ErrorSums, str]:
+    """Return the error, and what is wrong; "" if nothing is."""
+    shape, expected = output.weights[module].shape, source.weights[origin].shape
+    unknown = ErrorSums(noise=math.inf)
+    if shape != expected:
+        return unknown, f"shape is `{shape}`, the source has `{expected}`"
+    try:
+        candidate = output.read_weight(module)
+    except QuantloadError as error:
+        return unknown, error.message
+    reference = source.read_dense(origin)
+    if not isinstance(candidate, QuantTensor):
+        return error_sums(candidate, reference), _difference(candidate, reference)
+    sums = error_sums(candidate.dequantize(), reference)
+    return sums, _problem(candidate, reference, sums, output.weights[module].scheme)
 
 
 def _problem(

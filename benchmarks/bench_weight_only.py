@@ -90,7 +90,7 @@ def dequantized(weight: QuantTensor, x: Tensor) -> float:
 
 
 def worst_error(weight: QuantTensor, packed: PackedWeight, x: Tensor) -> float:
-    """Largest error as a share of what rounding to bfloat16 and float32 sums allow; above 1 is wrong."""
+    """Largest error as a share of what bfloat16 results and float32 sums allow; above 1: wrong."""
     exact_weight = replace(
         weight, evaluation=replace(weight.evaluation, dtype=torch.float64)
     ).dequantize()

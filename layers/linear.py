@@ -79,7 +79,7 @@ class QuantLinear(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        sizes = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        sizes = [out_features] if isinstance(out_features, int) else list(out_features)
         self.in_features, self.out_features, self.sizes = in_features, sum(sizes), sizes
         self.has_bias, self.scheme, self.dtype, self.prefix = bias, scheme, dtype, prefix
         self.kernel = KernelReport("not loaded yet")
@@ -135,7 +135,8 @@ class QuantLinear(nn.Module):
         quantized = [w for w in weights if isinstance(w, QuantTensor)]
         if len(quantized) < len(weights):
             dense = [w.dequantize(self.dtype) if isinstance(w, QuantTensor) else w for w in weights]
-            self.kernel = KernelReport("dense")
+            note = "" if self.scheme.weight is None else "decoded to full precision by its format"
+            self.kernel = KernelReport("dense", note=note)
             return DenseLinear(dense[0] if len(dense) == 1 else torch.cat(dense))
         weight = stack(quantized)
         scheme, note = usable_input(self.scheme.input)

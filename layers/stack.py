@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantload.layers.linear import KernelReport, QuantLinear
+from quantload.layers.linear import QuantLinear
 from quantload.quant.qtensor import QuantTensor, why_not_stackable
 from quantload.quant.scheme import Scheme
 
@@ -151,4 +151,4 @@ def clear_after(parent: nn.Module, stack: LinearStack) -> None:
     parent.register_forward_hook(clear, always_call=True)
 
 
-__all__ = ["KernelReport", "LinearStack", "StackView", "clear_after"]
+__all__ = ["LinearStack", "StackView", "clear_after"]

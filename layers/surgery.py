@@ -8,6 +8,7 @@ any other module (embedding)   -> stays: a quantized weight is dequantized into 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -53,9 +54,7 @@ class LinearReport:
 def mapper_of(model: TransformersModel) -> WeightMapper:
     """Return the mapper from checkpoint names to a model that surgery has not touched yet."""
     modules = {
-        path: frozenset(
-            n for n, _ in (*module.named_parameters("", False, False), *_buffers(module))
-        )
+        path: frozenset((*_parameters(module), *_buffers(module)))
         for path, module in model.named_modules(remove_duplicate=False)
     }
     base = model.base_model_prefix
@@ -110,8 +109,9 @@ def replace_linears(
         Members of stacks: {member path: (stack path, slot)}.
     """
     stacks: dict[str, tuple[str, int]] = {}
+    shared = _shared_parameters(model)
     for group in siblings.groups if fuse else ():
-        for members in _alike(model, group, schemes, dtype):
+        for members in _alike(model, group, schemes, dtype, shared):
             stacks |= _make_stack(model, members, schemes, dtype, proven=group in siblings.proven)
     for path, scheme in schemes.items():
         module = model.get_submodule(path)
@@ -121,7 +121,11 @@ def replace_linears(
 
 
 def _alike(
-    model: nn.Module, group: tuple[str, ...], schemes: Mapping[str, Scheme], dtype: torch.dtype
+    model: nn.Module,
+    group: tuple[str, ...],
+    schemes: Mapping[str, Scheme],
+    dtype: torch.dtype,
+    shared: frozenset[int],
 ) -> list[list[str]]:
     """Split a group into runs that can be one GEMM: equal schemes and widths, all or no biases."""
     alike: dict[object, list[str]] = {}
@@ -129,17 +133,17 @@ def _alike(
         linear = model.get_submodule(path)
         assert isinstance(linear, nn.Linear), f"{path} is a member of a group of linear layers"
         scheme = schemes.get(path, DENSE)
-        if scheme is DENSE and (linear.weight.dtype != dtype or _is_shared(model, linear)):
+        if scheme is DENSE and (linear.weight.dtype != dtype or id(linear.weight) in shared):
             continue
         key = (scheme.weight, scheme.input, linear.in_features, linear.bias is not None)
         alike.setdefault(key, []).append(path)
     return [members for members in alike.values() if len(members) > 1]
 
 
-def _is_shared(model: nn.Module, linear: nn.Linear) -> bool:
-    """True if the weight is tied: then it must stay a parameter."""
-    users = [p for _, p in model.named_parameters(remove_duplicate=False) if p is linear.weight]
-    return len(users) > 1
+def _shared_parameters(model: nn.Module) -> frozenset[int]:
+    """Return the ids of tied parameters: these must stay parameters."""
+    users = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return frozenset(key for key, count in users.items() if count > 1)
 
 
 def _make_stack(

@@ -35,7 +35,13 @@ _log = logging.getLogger("quantload")
 
 @runtime_checkable
 class Receiver(Protocol):
-    """A layer that takes whole tensors instead of having parameters."""
+    """A layer that takes whole tensors instead of having parameters.
+
+    Args:
+        dtype: dtype of the floats that it takes.
+    """
+
+    dtype: torch.dtype
 
     def awaits(self) -> dict[tuple[str, int], tuple[int, ...]]:
         """Return the shape of each tensor that the layer waits for, by leaf and slot."""
@@ -212,7 +218,7 @@ def _hand_over(
     module: Receiver, job: Job, value: QuantTensor | Tensor, device: torch.device
 ) -> None:
     if isinstance(value, Tensor):
-        value = _as_float(value, getattr(module, "dtype", value.dtype), job)
+        value = _as_float(value, module.dtype, job)
     module.receive(job.target.leaf, job.target.slot, value.to(device))
 
 
@@ -315,6 +321,7 @@ class _Places:
             return False
         canonical = self.tied.get(target.name, target.name)
         twins = {canonical, *(alias for alias, owner in self.tied.items() if owner == canonical)}
+        twins.remove(target.name)
         if any(other.name in twins for other in elements if elements[other]):
             return True
         buffer = self.model.get_submodule(target.module)._buffers.get(target.leaf)

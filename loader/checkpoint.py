@@ -6,7 +6,6 @@ decided in `loader/open.py`; a checkpoint only knows the result.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantload.errors import HeaderError, MissingTensor
+from quantload.errors import CheckpointError, HeaderError, MissingTensor
 
 
 @dataclass(frozen=True)
@@ -90,17 +89,20 @@ class Checkpoint:
 def read_entry(entry: TensorEntry) -> Tensor:
     """Read the bytes of one tensor; see `Checkpoint.read`."""
     raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
-    if entry.num_bytes:
-        _read_into(entry, memoryview(raw.numpy()))
+    try:
+        _read_into(entry, raw.numpy().data)
+    except OSError as error:
+        raise CheckpointError(f"cannot read `{entry.file}`: {error.strerror or error}") from error
     return raw.view(entry.dtype).reshape(entry.shape)
 
 
 def _read_into(entry: TensorEntry, buffer: memoryview) -> None:
     done = 0
     with entry.file.open("rb", buffering=0) as file:
+        file.seek(entry.start)
         while done < entry.num_bytes:
-            got = os.preadv(file.fileno(), [buffer[done:]], entry.start + done)
-            if got == 0:
+            got = file.readinto(buffer[done:])
+            if not got:
                 raise HeaderError(
                     f"file ends inside tensor `{entry.name}`: {done} of {entry.num_bytes} bytes "
                     f"are there, in `{entry.file}`",

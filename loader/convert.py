@@ -39,7 +39,8 @@ def run_plan(plan: Plan, folder: Path, progress: Progress) -> Path:
                 writer.write(name, tensor)
             progress.advance(row.source_bytes, note=row.module)
         for output in plan.plain:
-            writer.write(output.name, _cast(plan.source.read_plain(output.source), output.dtype))
+            tensor = plan.source.read_plain(output.source)
+            writer.write(output.name, _cast(tensor, output.dtype, output.name))
         progress.finish()
         copy_side_files(plan.source.checkpoint, writer.staging)
         writer.write_json("config.json", plan.config)
@@ -76,9 +77,22 @@ def _convert(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
 
 def _read_dense(plan: Plan, row: PlanRow) -> Tensor:
     if row.read_from in plan.source.weights:
-        return plan.source.read_dense(row.read_from, row.dtype)
-    return _cast(plan.source.read_plain(row.read_from), row.dtype)
+        tensor = plan.source.read_dense(row.read_from)
+    else:
+        tensor = plan.source.read_plain(row.read_from)
+    return _cast(tensor, row.dtype, row.module)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    if tensor.dtype == dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    if dtype == torch.float16:
+        overflows = int((cast.isinf() & ~tensor.isinf()).sum())
+        if overflows:
+            raise NonFiniteWeight(
+                f"{overflows} values of `{name}` do not fit into `{dtype}`, largest "
+                f"`{float(tensor.abs().max()):.4g}`",
+                hint="use bfloat16 or float32",
+            )
+    return cast

@@ -316,7 +316,7 @@ def _save(
                 f"in `{vocabulary.file}`"
             )
     architecture = vocabulary.metadata.get("general.architecture")
-    wrapped = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         **named,
         add_bos_token=adds["bos"],

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from quantload.errors import SourceNotFound
 
-_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+_PART = r"[A-Za-z0-9_][\w.-]*"  # `./model` and `../model` are paths
+_HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>[\w./-]+))?", re.ASCII)
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "*.tiktoken"]
 _WANTED += ["LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"]
 _UNWANTED = ["original/*", "metal/*", "onnx/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.gguf"]
@@ -35,6 +36,7 @@ def fetch_snapshot(hub_id: str) -> Path:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -43,6 +45,9 @@ def fetch_snapshot(hub_id: str) -> Path:
     match = _HUB_ID.fullmatch(hub_id)
     assert match is not None, f"`{hub_id}` is not a hub id"
     repo, revision = match["repo"], match["revision"]
+    at_revision = f"`{repo}`" + (f" at `{revision}`" if revision else "")
+    # What goes wrong on the way is an error of the HTTP library or of the system.
+    transport: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
     try:
         folder = snapshot_download(
             repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
@@ -59,11 +64,13 @@ def fetch_snapshot(hub_id: str) -> Path:
             f"no folder and no hub repository is called `{repo}`",
             hint="check the name; for a private repository run `hf auth login` first",
         ) from error
+    except HFValidationError as error:
+        raise SourceNotFound(f"neither a folder nor a hub id: `{hub_id}`; {error}") from error
     except LocalEntryNotFoundError as error:
         raise SourceNotFound(
-            f"`{repo}` is not a folder, not in the hub cache, and the hub cannot be reached",
+            f"{at_revision} is no folder, not in the hub cache, and the hub cannot be reached",
             hint="check the path or the connection; `HF_HUB_OFFLINE=1` allows cached files only",
         ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise SourceNotFound(f"`{repo}` could not be fetched from the hub: {error}") from error
+    except transport as error:
+        raise SourceNotFound(f"{at_revision} cannot be fetched from the hub: {error}") from error
     return Path(folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,15 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         CheckpointError: The files are damaged, incomplete or ambiguous.
         UnknownFormat: The weights are in files that quantload does not read.
     """
-    path = Path(source).expanduser()
-    if path.is_file():
+    path = _expanded(source)
+    if _is(path.is_file):
         if path.suffix == ".gguf":
             return open_gguf(path)
         raise UnknownFormat(
             f"not a checkpoint: file `{path}`, expected a folder, a `.gguf` file or a hub id",
             hint="give the folder that holds `config.json`",
         )
-    if path.is_dir():
+    if _is(path.is_dir):
         return _open_folder(path, str(source))
     if is_hub_id(str(source)):
         return _open_folder(fetch_snapshot(str(source)), str(source))
@@ -66,8 +66,22 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     )
 
 
+def _is(check: Callable[[], bool]) -> bool:
+    try:
+        return check()
+    except OSError:  # a name that is too long, a folder that may not be read
+        return False
+
+
+def _expanded(source: str | Path) -> Path:
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:  # `~name` of nobody
+        return Path(source)
+
+
 def _open_folder(folder: Path, name: str) -> Checkpoint:
-    if not any(folder.glob("*.safetensors")) and not (folder / INDEX).exists():
+    if not _weight_files(folder) and not (folder / INDEX).exists():
         return _open_other(folder)
     config = read_json(folder / "config.json", needed_for=name)
     warnings: list[str] = []
@@ -98,14 +112,17 @@ def _open_other(folder: Path) -> Checkpoint:
             hint="give the path of one of them",
         )
     pickles = [f.name for f in folder.iterdir() if f.suffix in (".bin", ".pt", ".pth")]
+    pickles = [name for name in pickles if not _NOT_WEIGHTS.match(name)]
     if pickles:
         raise UnknownFormat(
             f"weights are pickled files, which quantload does not open: {listed(pickles)}, "
             f"in `{folder}`",
             hint="save the model as safetensors with transformers' `save_pretrained`",
         )
+    others = [f.name for f in folder.glob("*.safetensors")]
     raise SourceNotFound(
-        f"no safetensors or GGUF file in folder `{folder}`",
+        f"no safetensors or GGUF file with the model's weights in folder `{folder}`"
+        + (f", only {listed(others)}" if others else ""),
         hint="give the folder that holds `config.json` and the weights",
     )
 
@@ -117,20 +134,26 @@ def read_json(file: Path, *, needed_for: str) -> dict[str, Any]:
         CheckpointError: The file is missing, or is not a JSON object.
     """
     if not file.is_file():
-        raise CheckpointError(f"`{file.name}` is missing in `{file.parent}` (needed for `{needed_for}`)")
+        raise CheckpointError(
+            f"`{file.name}` is missing in `{file.parent}` (needed for `{needed_for}`)"
+        )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"not valid JSON: {error}, in `{file}`") from error
+    except (ValueError, RecursionError) as error:  # ValueError: JSON, UTF-8, very long integers
+        raise CheckpointError(f"not a JSON file: {error}, in `{file}`") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read `{file}`: {error.strerror or error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"`{file}` holds a JSON {type(content).__name__}, expected an object")
     return content
 
 
-def natural_order(name: str) -> tuple[tuple[int, int | str], ...]:
+def natural_order(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key that puts layer 2 before layer 10."""
+    parts = [part for part in re.split(r"(\d+)", name) if part]
     return tuple(
-        (0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part
+        (0, len(part.lstrip("0")), part.lstrip("0")) if part.isdecimal() else (1, 0, part)
+        for part in parts
     )
 
 
@@ -139,6 +162,11 @@ def _indexed_tensors(folder: Path, warnings: list[str]) -> dict[str, TensorEntry
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"`{folder / INDEX}` has no `weight_map`")
+    wrong = [name for name, file in weight_map.items() if not isinstance(file, str)]
+    if wrong:
+        raise CheckpointError(
+            f"`{folder / INDEX}` names no file for {listed(wrong)}, expected the name of a shard"
+        )
     headers: dict[str, dict[str, TensorEntry]] = {}
     for file_name in sorted(set(weight_map.values()), key=natural_order):
         if Path(file_name).name != file_name:
@@ -152,27 +180,24 @@ def _indexed_tensors(folder: Path, warnings: list[str]) -> dict[str, TensorEntry
     missing = [name for name, file in weight_map.items() if name not in headers[file]]
     if missing:
         raise MissingTensor(
-            f"{len(missing)} tensors are not in the shards that the index names: {listed(missing)}, "
-            f"in `{folder}`"
+            f"{len(missing)} tensors are not in the shards that the index names: "
+            f"{listed(missing)}, in `{folder}`"
         )
     stale = [
         name for file, header in headers.items() for name in header if weight_map.get(name) != file
     ]
     if stale:
-        warnings.append(f"{len(stale)} tensors are not listed in the index, left out: {listed(stale)}")
+        warnings.append(
+            f"{len(stale)} tensors are not listed in the index, left out: {listed(stale)}"
+        )
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
 def _all_tensors(folder: Path, warnings: list[str]) -> dict[str, TensorEntry]:
-    files = sorted((f for f in folder.glob("*.safetensors")), key=lambda f: natural_order(f.name))
-    chosen = [f for f in files if f.name == SINGLE] or [
-        f for f in files if not _NOT_WEIGHTS.match(f.name)
-    ]
-    left = [f.name for f in files if f not in chosen]
+    chosen = _weight_files(folder)
+    left = [f.name for f in folder.glob("*.safetensors") if f not in chosen]
     if left:
         warnings.append(f"files left out: {listed(left)}")
-    if not chosen:
-        raise SourceNotFound(f"no file with the model's weights in `{folder}`: {listed(left)}")
     tensors: dict[str, TensorEntry] = {}
     for file in chosen:
         for name, entry in read_header(file).items():
@@ -183,6 +208,13 @@ def _all_tensors(folder: Path, warnings: list[str]) -> dict[str, TensorEntry]:
                 )
             tensors[name] = entry
     return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    found = (file for file in folder.glob("*.safetensors") if not file.is_dir())
+    files = sorted(found, key=lambda file: natural_order(file.name))
+    single = [file for file in files if file.name == SINGLE]
+    return single or [file for file in files if not _NOT_WEIGHTS.match(file.name)]
 
 
 def _quantization_config(
@@ -205,17 +237,4 @@ def _quantization_config(
     return None, "config.json"
 
 
-def total_bytes(entries: Iterable[TensorEntry]) -> int:
-    """Bytes of tensor data."""
-    return sum(entry.num_bytes for entry in entries)
-
-
-__all__ = [
-    "INDEX",
-    "QUANTIZATION_SIDE_FILES",
-    "SINGLE",
-    "natural_order",
-    "open_checkpoint",
-    "read_json",
-    "total_bytes",
-]
+__all__ = ["INDEX", "QUANTIZATION_SIDE_FILES", "natural_order", "open_checkpoint", "read_json"]

@@ -1,33 +1,29 @@
 """The plan of a conversion: decided once, from headers, before any tensor is read.
 
-For every module: what it is, what it becomes, which rule or reason decided; for every output tensor:
-its dtype, shape, file and offset. Everything later only executes the plan.
+For every module: what it is, what it becomes, which rule or reason decided; for every output
+tensor: its dtype, shape, file and offset. Everything later only executes the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from quantload.errors import listed
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.formats.compressed_tensors import layout
-from quantload.loader.formats.compressed_tensors_config import build_config, validate_config
 from quantload.loader.output_files import OutputFile, OutputTensor, assign_files
+from quantload.loader.plan_config import DTYPE_NAMES, config_dtype, output_config
 from quantload.loader.plan_groups import OnSplit, SplitOutcome, settle_groups
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 from quantload.mappers.default_keeps import reason_to_keep
-from quantload.mappers.facts import ModelFacts
+from quantload.mappers.facts import Kind, ModelFacts
 from quantload.quant.rules import QuantConfig, resolve
 from quantload.quant.scheme import Scheme
 
-DTYPE_NAMES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
@@ -138,11 +134,19 @@ def make_plan(
         for entry in source.plain.values()
         if entry.name not in done
     )
-    untied = [row.module for row in rows if row.module in facts.tied]
-    new_config = _output_config(source, rows, facts, untied)
+    schemes = {row.module: row.scheme for row in rows if row.scheme is not None}
+    new_config = output_config(
+        source.checkpoint,
+        schemes,
+        kept=[row.module for row in rows if row.scheme is None and _is_linear(row, facts)],
+        named=[module for module in schemes if _kind_of(module, facts) != "linear"],
+        tied=facts.tied,
+        untied=any(row.module in facts.tied for row in rows),
+        dtypes={row.dtype for row in rows},
+    )
     warnings = [*source.checkpoint.warnings, *outcome.warnings]
     warnings += [f"rule `{rule}` decides nothing: other rules cover more" for rule in undecided]
-    warnings += _about_requantizing(source, rows)
+    warnings += [*_about_requantizing(source, rows), *_about_input_scales(source)]
     return Plan(
         source=source,
         rows=rows,
@@ -172,9 +176,12 @@ def _choose(
     source: Source, config: QuantConfig, facts: ModelFacts
 ) -> tuple[dict[str, _Choice], tuple[object, ...]]:
     weights = dict(source.weights)
-    for alias, owner in facts.tied.items():
-        if owner in weights:
-            weights.setdefault(alias, weights[owner])
+    aliases = {
+        alias: owner
+        for alias, owner in facts.tied.items()
+        if owner in weights and alias not in weights
+    }
+    weights |= {alias: weights[owner] for alias, owner in aliases.items()}
     resolution = resolve(config, {module: facts.names_of(module) for module in weights})
     choices = {}
     for module, weight in weights.items():
@@ -182,21 +189,29 @@ def _choose(
         scheme = decision.scheme
         reason = f"rule `{decision.rule}`" if decision.rule else "default scheme"
         if scheme is not None and scheme.weight is not None:
-            kept = reason_to_keep(module, facts.kinds.get(module, _kind(module, facts)))
+            kept = reason_to_keep(module, _kind_of(module, facts))
             if kept is not None and not decision.covers_whole_name:
                 scheme, reason = None, f"kept by default: {kept}"
             else:
                 scheme, reason = _fit(scheme, weight, reason)
-        if module in facts.tied and module not in source.weights:
-            if scheme is None or scheme.weight is None:
-                continue  # stays tied: nothing of its own is written
-            reason += f"; untied from `{facts.tied[module]}`"
         choices[module] = _Choice(module=module, weight=weight, scheme=scheme, reason=reason)
+    for alias, owner in aliases.items():
+        if _is_dense(choices[alias].scheme) and _is_dense(choices[owner].scheme):
+            del choices[alias]  # stays tied: nothing of its own is written
+        else:
+            reason = f"{choices[alias].reason}; untied from `{owner}`"
+            choices[alias] = replace(choices[alias], reason=reason)
     return choices, resolution.undecided
 
 
-def _kind(module: str, facts: ModelFacts) -> Any:  # noqa: ANN401 - a Kind
-    return "head" if module in facts.tied else "linear"
+def _is_dense(scheme: Scheme | None) -> bool:
+    return scheme is None or scheme.weight is None
+
+
+def _kind(module: str, facts: ModelFacts) -> Kind:
+    if module in facts.tied:
+        return "embedding" if facts.kinds.get(facts.tied[module]) == "head" else "head"
+    return "linear"
 
 
 def _fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | None, str]:
@@ -205,7 +220,8 @@ def _fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | No
     if fitted is None:
         return None, f"kept: no group size of 128, 64 or 32 divides its {columns} columns; {reason}"
     if fitted != scheme:
-        assert scheme.weight is not None and fitted.weight is not None, "only groups are fitted"
+        assert scheme.weight is not None, "only groups are fitted"
+        assert fitted.weight is not None, "only groups are fitted"
         reason += (
             f"; group {fitted.weight.group_size}, since {scheme.weight.group_size} does not divide "
             f"{columns}"
@@ -213,20 +229,18 @@ def _fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | No
     return fitted, reason
 
 
-def _row(
-    choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOptions
-) -> PlanRow:
+def _row(choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOptions) -> PlanRow:
     module, weight = choice.module, choice.weight
     scheme = outcome.schemes[module]
     dtype = _working_dtype(weight, source, options)
     if scheme is None or scheme.weight is None:
-        outputs = (OutputTensor(f"{module}.weight", dtype, weight.shape, f"{weight.module}.weight"),)
+        tensors = [OutputTensor(f"{module}.weight", dtype, weight.shape, f"{weight.module}.weight")]
     else:
         leaves = layout(scheme, weight.shape, dtype)
-        outputs = tuple(
+        tensors = [
             OutputTensor(f"{module}.{leaf}", spec.dtype, spec.shape, module)
             for leaf, spec in leaves.items()
-        )
+        ]
     return PlanRow(
         module=module,
         shape=weight.shape,
@@ -235,7 +249,7 @@ def _row(
         reason=outcome.reasons[module],
         dtype=dtype,
         read_from=weight.module,
-        outputs=outputs,
+        outputs=tuple(tensors),
         source_bytes=_source_bytes(weight, source),
     )
 
@@ -245,7 +259,7 @@ def _source_bytes(weight: SourceWeight, source: Source) -> int:
 
 
 def _working_dtype(weight: SourceWeight, source: Source, options: PlanOptions) -> torch.dtype:
-    """dtype of the full-precision weight or of the scales.
+    """Return the dtype of the full-precision weight or of the scales.
 
     A plain weight keeps its stored dtype. A quantized one has no float dtype of its own: it takes
     that of the model's config.
@@ -257,19 +271,8 @@ def _working_dtype(weight: SourceWeight, source: Source, options: PlanOptions) -
     return config_dtype(source.checkpoint.config) or weight.dtype
 
 
-def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that a config.json states, if it states one."""
-    text = config.get("text_config") or {}
-    for key in ("dtype", "torch_dtype"):
-        for holder in (config, text):
-            name = str(holder.get(key) or "").removeprefix("torch.")
-            if name in DTYPE_NAMES:
-                return DTYPE_NAMES[name]
-    return None
-
-
 def _kept_rows(source: Source, options: PlanOptions) -> list[PlanRow]:
-    """Rows for tensors of two or more dimensions that no scheme can reach, so that none is silent."""
+    """Return rows for tensors of two or more dimensions that no scheme can reach: none is silent."""
     rows = []
     for entry in source.plain.values():
         if len(entry.shape) < 2 or entry.dtype not in FLOAT_DTYPES:
@@ -302,49 +305,12 @@ def _plain_tensor(entry: TensorEntry, source: Source, options: PlanOptions) -> O
     return OutputTensor(entry.name, dtype, entry.shape, entry.name)
 
 
-def _output_config(
-    source: Source, rows: tuple[PlanRow, ...], facts: ModelFacts, untied: list[str]
-) -> dict[str, Any]:
-    config = dict(source.checkpoint.config)
-    for key in ("quantization_config", "compression_config"):
-        config.pop(key, None)
-    if isinstance(config.get("text_config"), Mapping):
-        config["text_config"] = {
-            k: v for k, v in config["text_config"].items() if k != "quantization_config"
-        }
-    schemes = {row.module: row.scheme for row in rows if row.scheme is not None}
-    if schemes:
-        linear = [row.module for row in rows if row.scheme is None and _is_linear(row, facts)]
-        linear += [alias for alias in facts.tied if alias not in schemes]
-        config["quantization_config"] = build_config(schemes, linear)
-        validate_config(config["quantization_config"])
-    if untied:
-        _set_untied(config)
-    dtypes = {row.dtype for row in rows}
-    if len(dtypes) == 1 and config_dtype(config) not in dtypes:
-        _set_dtype(config, str(dtypes.pop()).removeprefix("torch."))
-    return config
+def _kind_of(module: str, facts: ModelFacts) -> Kind:
+    return facts.kinds.get(module, _kind(module, facts))
 
 
 def _is_linear(row: PlanRow, facts: ModelFacts) -> bool:
-    return facts.kinds.get(row.module, "linear") in ("linear", "head") and len(row.shape) == 2
-
-
-def _set_untied(config: dict[str, Any]) -> None:
-    config["tie_word_embeddings"] = False
-    if isinstance(config.get("text_config"), Mapping) and "tie_word_embeddings" in config["text_config"]:
-        config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
-
-
-def _set_dtype(config: dict[str, Any], name: str) -> None:
-    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    config[key] = name
-    if isinstance(config.get("text_config"), Mapping):
-        inner = dict(config["text_config"])
-        for inner_key in ("dtype", "torch_dtype"):
-            if inner_key in inner:
-                inner[inner_key] = name
-        config["text_config"] = inner
+    return len(row.shape) == 2 and _kind_of(row.module, facts) in ("linear", "head")
 
 
 def _about_requantizing(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
@@ -359,9 +325,24 @@ def _about_requantizing(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
         return []
     kinds = ", ".join(sorted({row.source for row in again}))
     return [
-        f"{len(again)} modules of the source are already quantized ({kinds}); quantizing them again "
-        "adds to their error"
+        f"{len(again)} modules of the source are already quantized ({kinds}); quantizing them "
+        "again adds to their error"
     ]
 
 
-__all__ = ["Plan", "PlanOptions", "PlanRow", "config_dtype", "make_plan"]
+def _about_input_scales(source: Source) -> list[str]:
+    dropped = [
+        name
+        for weight in source.weights.values()
+        for leaf, name in weight.leaves.items()
+        if not leaf.startswith("weight")
+    ]
+    if not dropped:
+        return []
+    return [
+        f"{len(dropped)} tensors of fixed input scales are left out, since inputs are quantized "
+        f"while the model runs: {listed(dropped)}"
+    ]
+
+
+__all__ = ["DTYPE_NAMES", "Plan", "PlanOptions", "PlanRow", "make_plan"]

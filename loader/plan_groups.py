@@ -67,8 +67,7 @@ def settle_groups(
 
 
 def precision(scheme: Scheme | None) -> tuple[int, int, int]:
-    """Order schemes by precision: full precision, then more bits, then input not quantized, then
-    smaller groups."""
+    """Order schemes: full precision, more bits, input not quantized, smaller groups; best highest."""
     if scheme is None or scheme.weight is None:
         return 99, 0, 0
     return (
@@ -82,8 +81,7 @@ def _split_error(
     members: list[str], schemes: Mapping[str, Scheme | None], reasons: Mapping[str, str]
 ) -> RuleSplitsStack:
     lines = "".join(
-        f"\n  {member}: {'keep' if schemes[member] is None else schemes[member]} ({reasons[member]})"
-        for member in members
+        f"\n  {member}: {schemes[member] or 'keep'} ({reasons[member]})" for member in members
     )
     return RuleSplitsStack(
         f"rules split the fused group {_names(members)}, expected one scheme for all:{lines}",

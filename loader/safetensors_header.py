@@ -1,7 +1,7 @@
 """Read the header of one safetensors file, trusting nothing.
 
-The safetensors library checks the file first (sizes, overlaps, gaps, truncation); then the header is
-read once more for the byte offsets, which the library does not hand out.
+The safetensors library checks the file first (sizes, overlaps, gaps, truncation); then the header
+is read once more for the byte offsets, which the library does not hand out.
 
 Source: the format section of the safetensors README (8 bytes little endian length, JSON, data).
 """
@@ -9,13 +9,15 @@ Source: the format section of the safetensors README (8 bytes little endian leng
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quantload.errors import HeaderError, UnsupportedVariant
+from quantload.errors import HeaderError, UnsupportedVariant, listed
 from quantload.loader.checkpoint import TensorEntry
 
 DTYPES: dict[str, torch.dtype] = {
@@ -65,13 +67,15 @@ def _check(file: Path) -> None:
         ) from error
 
 
-def _unique(file: Path):  # type: ignore[no-untyped-def]  # noqa: ANN202 - a hook of json.loads
+def _unique(file: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return a hook of `json.loads` that refuses a name which stands twice in one object."""
+
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        doubled = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-        if doubled:
-            raise HeaderError(f"tensor `{min(doubled)}` stands twice in the header of `{file}`")
-        return dict(pairs)
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            doubled = [name for name, count in Counter(n for n, _ in pairs).items() if count > 1]
+            raise HeaderError(f"{listed(doubled)} stands twice in the header of `{file}`")
+        return entries
 
     return build
 

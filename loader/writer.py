@@ -6,13 +6,14 @@ Tensors may come in any order. `finish` refuses to end while a tensor is missing
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -36,32 +37,37 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, files: Sequence[OutputFile]) -> None:
-        self.folder = folder
-        self.staging = folder.with_name(f".{folder.name}.unfinished")
+        self.folder = Path(os.path.abspath(folder))  # noqa: PTH100 - resolves no links
+        self.staging = self.folder.with_name(f".{self.folder.name}.unfinished")
         self._files = {name: file for file in files for name in file.tensors}
         self._all_files = files
         self._written: set[str] = set()
+        self._marker: BinaryIO | None = None  # open and locked while the staging folder is ours
 
     def __enter__(self) -> CheckpointWriter:
         check_place(self.folder)
-        self._remove_old_staging()
-        total = sum(file.num_bytes for file in self._all_files)
         try:
+            self._remove_old_staging()
             self.staging.mkdir(parents=True)
-            (self.staging / _MARKER).touch()
-            free = shutil.disk_usage(self.staging).free
-            if free < total:
-                raise OutputError(
-                    f"disk is too small: {total} bytes needed, {free} free, at `{self.folder}`"
-                )
-            for file in self._all_files:
-                with (self.staging / file.name).open("wb") as stream:
-                    stream.write(file.header)
-                    stream.truncate(file.num_bytes)
+            self._marker = (self.staging / _MARKER).open("wb")
+            fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._create_files()
         except OSError as error:
             self._discard()
             raise _output_error(error, self.folder) from error
         return self
+
+    def _create_files(self) -> None:
+        total = sum(file.num_bytes for file in self._all_files)
+        free = shutil.disk_usage(self.staging).free
+        if free < total:
+            raise OutputError(
+                f"disk is too small: {total} bytes needed, {free} free, at `{self.folder}`"
+            )
+        for file in self._all_files:
+            with (self.staging / file.name).open("wb") as stream:
+                stream.write(file.header)
+                stream.truncate(file.num_bytes)
 
     def __exit__(
         self,
@@ -71,20 +77,33 @@ class CheckpointWriter:
     ) -> None:
         if kind is not None:
             self._discard()
+        self._release()
 
     def _remove_old_staging(self) -> None:
         if not self.staging.exists():
             return
-        if not (self.staging / _MARKER).exists():
+        marker = self.staging / _MARKER
+        if not marker.is_file():
             raise OutputError(
                 f"`{self.staging}` is in the way and was not made by quantload",
                 hint="move it away",
             )
-        shutil.rmtree(self.staging)
+        with marker.open("rb") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise OutputError(f"another process is writing `{self.folder}`") from error
+            shutil.rmtree(self.staging)
 
     def _discard(self) -> None:
-        if (self.staging / _MARKER).exists():
-            shutil.rmtree(self.staging)
+        if self._marker is not None:
+            shutil.rmtree(self.staging, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._marker is not None:
+            self._marker.close()
+            self._marker = None
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor to its place.
@@ -103,7 +122,7 @@ class CheckpointWriter:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         try:
             with (self.staging / file.name).open("r+b", buffering=0) as stream:
-                _write_at(stream.fileno(), memoryview(data), file.offsets[name])
+                _write_at(stream.fileno(), data.data, file.offsets[name])
         except OSError as error:
             raise _output_error(error, self.folder) from error
         self._written.add(name)
@@ -123,10 +142,9 @@ class CheckpointWriter:
         if len(self._all_files) > 1:
             self.write_json(INDEX, self._index())
         try:
-            (self.staging / _MARKER).unlink()
-            if self.folder.exists():
-                self.folder.rmdir()  # empty, as checked at the start
-            self.staging.rename(self.folder)
+            self.staging.rename(self.folder)  # replaces an empty folder
+            self._release()
+            (self.folder / _MARKER).unlink()
         except OSError as error:
             raise _output_error(error, self.folder) from error
         return self.folder
@@ -143,9 +161,13 @@ def check_place(folder: Path) -> None:
     Raises:
         OutputError: It is a file, or a folder that is not empty.
     """
-    if folder.is_symlink() or folder.is_file():
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise OutputError(f"output `{folder}` is a file or a link, expected a new folder")
-    if folder.is_dir() and any(folder.iterdir()):
+    try:
+        taken = folder.is_dir() and any(folder.iterdir())
+    except OSError as error:
+        raise _output_error(error, folder) from error
+    if taken:
         raise OutputError(
             f"output folder `{folder}` is not empty",
             hint="give a new name, or remove the folder first",

@@ -42,9 +42,8 @@ def quantize_rtn(weight: Tensor, scheme: WeightScheme) -> QuantTensor:
         NonFiniteWeight: The weight holds NaN or infinity, or max - min overflows its dtype.
     """
     quantized = round_to_nearest(weight, scheme)
-    finite = quantized.scale.isfinite()  # NaN and infinity reach the scale through min and max
-    if not bool(finite.all()):
-        raise _not_finite(weight, num_blocks=int((~finite).sum()))
+    if not bool(quantized.scale.isfinite().all()):  # min and max carry NaN into the scale
+        raise _not_finite(weight)
     return quantized
 
 
@@ -131,7 +130,7 @@ def _without_zeros(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
-def _not_finite(weight: Tensor, *, num_blocks: int) -> NonFiniteWeight:
+def _not_finite(weight: Tensor) -> NonFiniteWeight:
     count = int((~weight.isfinite()).sum())
     if count:
         return NonFiniteWeight(
@@ -141,7 +140,6 @@ def _not_finite(weight: Tensor, *, num_blocks: int) -> NonFiniteWeight:
             "`keep` copies the tensor as it is",
         )
     return NonFiniteWeight(
-        f"max - min overflows `{weight.dtype}` in {num_blocks} blocks of a weight, "
-        "expected a finite scale",
+        f"max - min of a block of a weight overflows `{weight.dtype}`, expected a finite scale",
         hint="convert the weight to float32 first, or take a symmetric scheme",
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from quantload.errors import FormatMismatch, UnknownFormat, listed
 from quantload.loader.checkpoint import Checkpoint
 from quantload.loader.formats.compressed_tensors import CompressedTensorsReader
-from quantload.loader.formats.dense import DenseReader, quantized_tensors
+from quantload.loader.formats.dense import DenseReader, quantized_names
 from quantload.loader.formats.gguf import GgufReader
 from quantload.loader.source import Reader, Source
 
@@ -21,20 +21,22 @@ class FormatRow:
     """One format.
 
     Args:
-        name: As in `quant_method` of a config.
+        name: As in `quant_method` of a config, if `has_config`.
         title: For people.
         reader: Builds the reader of a checkpoint in this format.
+        has_config: True if a quantization config says that a checkpoint is in this format.
     """
 
     name: str
     title: str
     reader: Callable[[Checkpoint], Reader]
+    has_config: bool = True
 
 
 FORMATS = (
-    FormatRow("dense", "safetensors in full precision", DenseReader),
+    FormatRow("dense", "safetensors in full precision", DenseReader, has_config=False),
     FormatRow("compressed-tensors", "compressed-tensors (int and fp8)", CompressedTensorsReader),
-    FormatRow("gguf", "GGUF (llama family)", GgufReader),
+    FormatRow("gguf", "GGUF (llama family)", GgufReader, has_config=False),
 )
 _BY_NAME = {row.name: row for row in FORMATS}
 
@@ -63,7 +65,7 @@ def _detect(checkpoint: Checkpoint) -> FormatRow:
     if checkpoint.gguf_file is not None:
         return _BY_NAME["gguf"]
     config = checkpoint.quantization_config
-    evidence = quantized_tensors(checkpoint)
+    evidence = quantized_names(checkpoint.tensors.values())
     if config is not None and checkpoint.quantization_config_file != "config.json" and not evidence:
         config = None  # a side file of another export; the tensors are in full precision
     if config is None:
@@ -71,15 +73,16 @@ def _detect(checkpoint: Checkpoint) -> FormatRow:
             raise FormatMismatch(
                 f"no quantization config in `{checkpoint.name}`, but its tensors are quantized: "
                 f"{listed(evidence)}",
-                hint="the config is incomplete; copy it again from the producer's checkpoint",
+                hint="the config is incomplete, or the format is one that quantload does not read",
             )
         return _BY_NAME["dense"]
     method = config.get("quant_method")
-    if isinstance(method, str) and method in _BY_NAME:
-        return _BY_NAME[method]
+    row = _BY_NAME.get(method) if isinstance(method, str) else None
+    if row is not None and row.has_config:
+        return row
+    known = [row.name for row in FORMATS if row.has_config]
     raise UnknownFormat(
         f"quantization format `{method}` is not read, found in "
-        f"`{checkpoint.quantization_config_file}` of `{checkpoint.name}`; expected one of "
-        f"{listed(_BY_NAME)}",
+        f"`{checkpoint.quantization_config_file}` of `{checkpoint.name}`; expected {listed(known)}",
         hint="dequantize it with its own tool first, or start from the full-precision model",
     )

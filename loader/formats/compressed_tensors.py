@@ -18,13 +18,16 @@ all
     w = (code - zero_point) * scale, evaluated in the scale's dtype
     input_scale, input_zero_point belong to static input quantization
 
+A `weight_g_idx` of -1 is a placeholder: groups are in order. Zero points of pack-quantized weights are
+packed where they are int32.
+
 Source: compressed-tensors 0.17.0 to 0.20.1, `compressors/`; the padded layout was dense from 0.18.0 on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,18 +35,23 @@ from torch import Tensor
 from quantload.errors import (
     FormatMismatch,
     MissingTensor,
-    ShapeError,
     UnsupportedVariant,
     listed,
 )
-from quantload.loader.checkpoint import Checkpoint
+from quantload.loader.checkpoint import Checkpoint, TensorEntry
 from quantload.loader.formats.compressed_tensors_config import (
     PACKED,
     Group,
     parse_config,
     written_format,
 )
-from quantload.loader.formats.dense import dense_weight
+from quantload.loader.formats.compressed_tensors_shapes import (
+    check_zero_point,
+    scale_shape,
+    scheme_as_stored,
+    weight_of,
+)
+from quantload.loader.formats.dense import dense_weight, quantized_names
 from quantload.loader.source import FLOAT_DTYPES, SourceWeight
 from quantload.quant.grid import Grid
 from quantload.quant.packing import (
@@ -54,7 +62,7 @@ from quantload.quant.packing import (
     words_padded,
 )
 from quantload.quant.qtensor import Evaluation, QuantTensor
-from quantload.quant.scheme import Scheme, WeightScheme
+from quantload.quant.scheme import Scheme
 
 _LEAVES = (
     "weight_packed",
@@ -79,7 +87,6 @@ class CompressedTensorsReader:
         assert checkpoint.quantization_config is not None, "detected by its config"
         self._checkpoint = checkpoint
         self._config = parse_config(checkpoint.quantization_config)
-        self._groups: dict[str, Group] = {}
 
     def weights(self) -> Mapping[str, SourceWeight]:
         """Describe every weight, by module; config and headers must agree."""
@@ -89,29 +96,21 @@ class CompressedTensorsReader:
             if weight is not None:
                 found[module] = weight
         self._check_exact_targets(found)
+        self._check_leftovers(found)
         return found
 
     def _describe(self, module: str, leaves: Mapping[str, str]) -> SourceWeight | None:
-        entries = {leaf: self._checkpoint.tensors[name] for leaf, name in leaves.items()}
         if "weight_packed" not in leaves and "weight_scale" not in leaves:
             return self._describe_plain(module, leaves)
+        entries = {leaf: self._checkpoint.tensors[name] for leaf, name in leaves.items()}
         group, decided_by = self._group_of(module)
-        codes = entries.get("weight_packed") or entries.get("weight")
-        for needed in ("weight_packed" if group.format == PACKED else "weight", "weight_scale"):
-            if needed not in leaves:
-                raise MissingTensor(
-                    f"tensor `{module}.{needed}` is missing in `{self._checkpoint.name}`; config "
-                    f"group `{group.name}` says `{group.format}`, the module has {listed(leaves)}"
-                )
-        assert codes is not None, "one of the two is there, as checked above"
-        if len(codes.shape) != 2:
-            raise UnsupportedVariant(
-                f"tensor `{codes.name}` has {len(codes.shape)} dimensions, expected 2"
-            )
+        self._check_leaves(module, leaves, group)
         scale = entries["weight_scale"]
-        shape = self._shape(module, leaves, group)
-        scheme = _scheme_as_stored(group.scheme, scale.shape, shape, module)
-        self._groups[module] = group
+        if scale.dtype not in FLOAT_DTYPES:
+            raise UnsupportedVariant(f"tensor `{scale.name}` is `{scale.dtype}`, expected floats")
+        shape = self._shape(module, entries, group)
+        scheme = scheme_as_stored(group.scheme, scale.shape, shape, module)
+        check_zero_point(entries.get("weight_zero_point"), group, scheme, shape)
         return SourceWeight(
             module=module,
             shape=shape,
@@ -145,18 +144,57 @@ class CompressedTensorsReader:
             )
         return fallback, "the headers (the config leaves it out)"
 
-    def _shape(self, module: str, leaves: Mapping[str, str], group: Group) -> tuple[int, int]:
-        if group.format != PACKED:
-            rows, columns = self._checkpoint.tensors[leaves["weight"]].shape
-            return rows, columns
-        if "weight_shape" not in leaves:
-            raise MissingTensor(f"tensor `{module}.weight_shape` is missing in `{self._checkpoint.name}`")
-        rows, columns = map(int, self._checkpoint.read(leaves["weight_shape"]).tolist())
-        packed = self._checkpoint.tensors[leaves["weight_packed"]]
-        bits = _weight_scheme(group.scheme).grid.bits
-        if packed.shape[0] != rows or packed.shape[1] not in (
-            words_dense(columns, bits),
-            words_padded(columns, bits),
+    def _check_leaves(self, module: str, leaves: Mapping[str, str], group: Group) -> None:
+        needed = ["weight_packed", "weight_shape"] if group.format == PACKED else ["weight"]
+        needed += ["weight_scale"]
+        if not weight_of(group.scheme).symmetric:
+            needed += ["weight_zero_point"]
+        for leaf in needed:
+            if leaf not in leaves:
+                raise MissingTensor(
+                    f"tensor `{module}.{leaf}` is missing in `{self._checkpoint.name}`; config "
+                    f"group `{group.name}` says `{group.format}`, the module has {listed(leaves)}"
+                )
+        if "weight_global_scale" in leaves:
+            raise UnsupportedVariant(
+                f"tensor `{leaves['weight_global_scale']}` is not read in format `{group.format}`"
+            )
+
+    def _shape(
+        self, module: str, entries: Mapping[str, TensorEntry], group: Group
+    ) -> tuple[int, int]:
+        """Return (N, K); checks dtype and shape of the codes."""
+        grid = weight_of(group.scheme).grid
+        codes = entries["weight_packed" if group.format == PACKED else "weight"]
+        if len(codes.shape) != 2:
+            raise UnsupportedVariant(
+                f"tensor `{codes.name}` has {len(codes.shape)} dimensions, expected 2"
+            )
+        storage = torch.int32 if group.format == PACKED else grid.storage
+        if codes.dtype != storage:
+            raise FormatMismatch(
+                f"tensor `{codes.name}` is `{codes.dtype}`, expected `{storage}` for `{grid.name}` "
+                f"in format `{group.format}`, in `{self._checkpoint.name}`",
+                hint=f"config group `{group.name}` says so",
+            )
+        if group.format == PACKED:
+            return self._packed_shape(codes, entries["weight_shape"], group)
+        return codes.shape[0], codes.shape[1]
+
+    def _packed_shape(
+        self, packed: TensorEntry, shape: TensorEntry, group: Group
+    ) -> tuple[int, int]:
+        if shape.shape != (2,) or shape.dtype not in (torch.int64, torch.int32):
+            raise FormatMismatch(
+                f"tensor `{shape.name}` is `{shape.dtype}` of shape `{shape.shape}`, expected two "
+                f"integers, in `{self._checkpoint.name}`"
+            )
+        rows, columns = map(int, self._checkpoint.read(shape.name).tolist())
+        bits = weight_of(group.scheme).grid.bits
+        if (
+            min(rows, columns) < 1
+            or packed.shape[0] != rows
+            or packed.shape[1] not in (words_dense(columns, bits), words_padded(columns, bits))
         ):
             raise FormatMismatch(
                 f"tensor `{packed.name}` has shape `{packed.shape}`, expected "
@@ -177,6 +215,17 @@ class CompressedTensorsReader:
                     f"files: {listed(plain)}, in `{self._checkpoint.name}`",
                     hint="these files are not the ones that the config was written for",
                 )
+
+    def _check_leftovers(self, found: Mapping[str, SourceWeight]) -> None:
+        """Refuse what nothing reads: it would be taken for a tensor in full precision."""
+        consumed = {name for weight in found.values() for name in weight.leaves.values()}
+        left = [e for e in self._checkpoint.tensors.values() if e.name not in consumed]
+        quantized = quantized_names(left)
+        if quantized:
+            raise UnsupportedVariant(
+                f"quantized tensors that are not the weight of one module are not read: "
+                f"{listed(quantized)}, in `{self._checkpoint.name}`"
+            )
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
         """Read a weight [N, K]: canonical if it is quantized, else float."""
@@ -207,59 +256,45 @@ def _class_names(module: str) -> tuple[str, ...]:
     return ("Embedding",) if is_embedding else ("Linear",)
 
 
-def _weight_scheme(scheme: Scheme) -> WeightScheme:
-    assert scheme.weight is not None, "config groups without weights are left out"
-    return scheme.weight
-
-
-def _scheme_as_stored(
-    scheme: Scheme, scale: tuple[int, ...], shape: tuple[int, int], module: str
-) -> Scheme:
-    """Check the scale's shape against the scheme. A group as wide as the weight is a channel."""
-    weight = _weight_scheme(scheme)
-    block = weight.block_of(*shape)
-    expected = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-    allowed = {expected}
-    if expected[1] == 1:
-        allowed.add((expected[0],))
-    if expected == (1, 1):
-        allowed.add(())
-    if tuple(scale) in allowed:
-        return scheme
-    per_channel = {(shape[0], 1), (shape[0],)}
-    if weight.granularity == "tensor" and tuple(scale) in per_channel:
-        return replace(scheme, weight=replace(weight, granularity="channel"))
-    raise FormatMismatch(
-        f"tensor `{module}.weight_scale` has shape `{tuple(scale)}`, expected `{expected}` for a "
-        f"weight of `{shape}` in scheme `{scheme}`"
-    )
-
-
 def _decode(parts: Mapping[str, Tensor], weight: SourceWeight) -> QuantTensor:
     assert weight.scheme is not None, "only quantized weights are decoded"
-    scheme = _weight_scheme(weight.scheme)
+    scheme = weight_of(weight.scheme)
     rows, columns = weight.shape
-    block = scheme.block_of(rows, columns)
-    grid_shape = (-(-rows // block[0]), -(-columns // block[1]))
+    grid_shape = scale_shape(scheme, weight.shape)
     scale = parts["weight_scale"].reshape(grid_shape)
     zero = parts.get("weight_zero_point")
+    codes = parts["weight"] if "weight" in parts else parts["weight_packed"]
     if "weight_packed" in parts:
-        codes = _unpack(parts["weight_packed"], scheme.grid, columns)
-    else:
-        codes = parts["weight"]
-    if codes.dtype != scheme.grid.storage:
-        raise FormatMismatch(
-            f"weight of `{weight.module}` is `{codes.dtype}`, expected `{scheme.grid.storage}`"
-        )
+        codes = _unpack(codes, scheme.grid, columns)
+        if zero is not None and zero.dtype == torch.int32:
+            zero = _transposed(_unpack(_transposed(zero), scheme.grid, rows))
     return QuantTensor(
         grid=scheme.grid,
         codes=codes,
         scale=scale,
-        zero=None if zero is None else _zero_point(zero, scheme.grid, grid_shape),
-        block=block,
-        group_of=parts.get("weight_g_idx"),
+        zero=None if zero is None else zero.reshape(grid_shape),
+        block=scheme.block_of(rows, columns),
+        group_of=_group_of_columns(parts.get("weight_g_idx"), weight, grid_shape[1]),
         evaluation=Evaluation(dtype=scale.dtype),
     )
+
+
+def _group_of_columns(groups: Tensor | None, weight: SourceWeight, count: int) -> Tensor | None:
+    if groups is None or bool((groups == -1).any()):
+        return None
+    columns = weight.shape[1]
+    if tuple(groups.shape) != (columns,) or not bool(((groups >= 0) & (groups < count)).all()):
+        raise FormatMismatch(
+            f"tensor `{weight.leaves['weight_g_idx']}` of shape `{tuple(groups.shape)}` has values "
+            f"from {int(groups.min())} to {int(groups.max())}, expected {columns} numbers of "
+            f"{count} groups"
+        )
+    return groups.to(torch.int32)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    # NOTE: `contiguous` keeps the odd strides of a column of one element; packing views bytes.
+    return tensor.T.clone(memory_format=torch.contiguous_format)
 
 
 def _unpack(words: Tensor, grid: Grid, columns: int) -> Tensor:
@@ -277,15 +312,6 @@ def _unsigned(codes: Tensor, grid: Grid) -> Tensor:
     return codes.view(torch.uint8) + (1 << (grid.bits - 1))
 
 
-def _zero_point(zero: Tensor, grid: Grid, grid_shape: tuple[int, int]) -> Tensor:
-    rows, groups = grid_shape
-    if zero.dtype != torch.int32:
-        return zero.reshape(grid_shape)
-    if zero.ndim != 2 or zero.shape[1] != groups:
-        raise ShapeError(f"packed zero points have shape `{tuple(zero.shape)}`, expected [*, {groups}]")
-    return _unpack(zero.T.contiguous(), grid, rows).T.contiguous()
-
-
 # -- writing ---------------------------------------------------------------------------------------
 
 
@@ -299,12 +325,11 @@ class Leaf:
 
 def layout(scheme: Scheme, shape: tuple[int, int], scale_dtype: torch.dtype) -> dict[str, Leaf]:
     """Return the tensors that a quantized weight [N, K] becomes, before anything is computed."""
-    weight = _weight_scheme(scheme)
+    weight = weight_of(scheme)
     rows, columns = shape
-    block = weight.block_of(rows, columns)
-    scale_shape = (-(-rows // block[0]), -(-columns // block[1]))
+    blocks = scale_shape(weight, shape)
     bits = weight.grid.bits
-    scale = Leaf(scale_dtype, scale_shape if weight.granularity != "tensor" else (1,))
+    scale = Leaf(scale_dtype, blocks if weight.granularity != "tensor" else (1,))
     if written_format(scheme) != PACKED:
         leaves = {"weight": Leaf(weight.grid.storage, shape), "weight_scale": scale}
         if not weight.symmetric:
@@ -316,13 +341,13 @@ def layout(scheme: Scheme, shape: tuple[int, int], scale_dtype: torch.dtype) -> 
         "weight_shape": Leaf(torch.int64, (2,)),
     }
     if not weight.symmetric:
-        leaves["weight_zero_point"] = Leaf(torch.int32, (words_dense(rows, bits), scale_shape[1]))
+        leaves["weight_zero_point"] = Leaf(torch.int32, (words_dense(rows, bits), blocks[1]))
     return leaves
 
 
 def encode(tensor: QuantTensor, scheme: Scheme) -> dict[str, Tensor]:
     """Turn a canonical weight into the tensors of `layout`, by leaf."""
-    weight = _weight_scheme(scheme)
+    weight = weight_of(scheme)
     scale = tensor.scale if weight.granularity != "tensor" else tensor.scale.reshape(1)
     if written_format(scheme) != PACKED:
         leaves = {"weight": tensor.codes, "weight_scale": scale}
@@ -335,8 +360,8 @@ def encode(tensor: QuantTensor, scheme: Scheme) -> dict[str, Tensor]:
         "weight_shape": torch.tensor(tensor.shape, dtype=torch.int64),
     }
     if tensor.zero is not None:
-        fields = _unsigned(tensor.zero, tensor.grid).T.contiguous()
-        leaves["weight_zero_point"] = pack_dense(fields, tensor.grid.bits).T.contiguous()
+        fields = _transposed(_unsigned(tensor.zero, tensor.grid))
+        leaves["weight_zero_point"] = _transposed(pack_dense(fields, tensor.grid.bits))
     return leaves
 
 

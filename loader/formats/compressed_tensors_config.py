@@ -5,21 +5,30 @@
     format          of all groups, or "mixed-precision": look at each group
 
 A target is an exact module name, `re:` and a regular expression (`re.match`), or a class name; exact
-names beat regular expressions, which beat class names.
+names beat regular expressions, which beat class names. Of two that match, the first in alphabetical
+order decides; of two groups with one target, the later.
 
 Source: compressed-tensors 0.20.1, `quantization/quant_config.py`, `quant_args.py`, `utils/match.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from quantload.errors import FormatMismatch, UnsupportedVariant
 from quantload.loader.formats.matching import matches_class, matches_exact, matches_regex
 from quantload.quant.grid import E4M3, Grid, int_grid
-from quantload.quant.scheme import PRESETS, InputScheme, Scheme, WeightScheme
+from quantload.quant.scheme import (
+    PRESETS,
+    Granularity,
+    InputGranularity,
+    InputScheme,
+    Scheme,
+    WeightScheme,
+)
 
 PACKED, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 READ_FORMATS = (PACKED, INT, FLOAT, NAIVE)
@@ -58,16 +67,14 @@ class CompressedTensorsConfig:
         """Return the group of a module and the target that decided; None if it has none."""
         if any(_target_matches(entry, name, class_names) for entry in self.ignore):
             return None
-        for test in (
-            lambda target: matches_exact(target, name),
-            lambda target: matches_regex(target, name),
-            lambda target: matches_class(target, class_names),
-        ):
-            for group in self.groups:
-                for target in group.targets:
-                    if test(target):
-                        return group, target
-        return None
+        groups = {target: group for group in self.groups for target in group.targets}
+        targets = sorted(groups)  # NOTE: the library's order, not that of the config
+        ranked = [
+            *(target for target in targets if matches_exact(target, name)),
+            *(target for target in targets if matches_regex(target, name)),
+            *(target for target in targets if matches_class(target, class_names)),
+        ]
+        return (groups[ranked[0]], ranked[0]) if ranked else None
 
     def fallback(self) -> Group | None:
         """The group of modules that are packed although no target names them: the only one."""
@@ -95,16 +102,39 @@ def parse_config(config: Mapping[str, Any]) -> CompressedTensorsConfig:
                 f"compressed-tensors checkpoints with a `{key}` are not read",
                 hint="convert the model again without transforms or sparsity",
             )
-    groups = config.get("config_groups") or {}
-    if not isinstance(groups, Mapping):
-        raise FormatMismatch(f"`config_groups` is `{type(groups).__name__}`, expected an object")
+    groups = _object(config.get("config_groups") or {}, "`config_groups`")
     parsed = tuple(
         group
         for name, entry in groups.items()
         if (group := _parse_group(str(name), entry, str(config.get("format", ""))))
     )
-    ignore = tuple(str(entry) for entry in config.get("ignore") or ())
-    return CompressedTensorsConfig(parsed, ignore)
+    return CompressedTensorsConfig(parsed, _patterns(config.get("ignore"), "`ignore`"))
+
+
+def _object(value: Any, what: str) -> Mapping[str, Any]:  # noqa: ANN401 - JSON
+    if not isinstance(value, Mapping):
+        raise FormatMismatch(f"{what} of the quantization config is `{value}`, expected an object")
+    return value
+
+
+def _patterns(value: Any, what: str) -> tuple[str, ...]:  # noqa: ANN401 - JSON
+    """Check a list of names, classes and `re:` patterns."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise FormatMismatch(
+            f"{what} of the quantization config is `{value}`, expected a list of strings"
+        )
+    for entry in value:
+        if entry.startswith("re:"):
+            try:
+                re.compile(entry[3:])
+            except re.error as error:
+                raise FormatMismatch(
+                    f"`{entry}` in {what} of the quantization config is not a regular expression: "
+                    f"{error}"
+                ) from error
+    return tuple(value)
 
 
 def _is_set(value: Any) -> bool:  # noqa: ANN401 - JSON
@@ -115,27 +145,39 @@ def _is_set(value: Any) -> bool:  # noqa: ANN401 - JSON
 
 
 def _parse_group(name: str, entry: Any, global_format: str) -> Group | None:  # noqa: ANN401 - JSON
-    if isinstance(entry, Sequence) and not isinstance(entry, str):  # {"W4A16": ["Linear"]}
-        if name.upper() not in PRESETS:
+    if isinstance(entry, list):  # {"W4A16": ["Linear"]}
+        preset = PRESETS.get(name.upper())
+        if preset is None or preset.weight is None:
             raise UnsupportedVariant(f"preset `{name}` of the quantization config is not read")
-        return Group(name, tuple(map(str, entry)), PRESETS[name.upper()], global_format)
-    if not isinstance(entry, Mapping):
-        raise FormatMismatch(f"config group `{name}` is not an object: `{entry}`")
-    weights = entry.get("weights")
-    if weights is None:  # a group for the key/value cache only
+        targets = _patterns(entry, f"preset `{name}`")
+        return Group(name, targets, preset, _read_format(global_format, name))
+    entry = _object(entry, f"group `{name}`")
+    if entry.get("weights") is None:  # a group for the key/value cache only
         return None
-    layout = str(entry.get("format") or global_format)
-    if layout not in READ_FORMATS:
-        raise UnsupportedVariant(
-            f"compressed-tensors format `{layout}` is not read, in config group `{name}`; expected "
-            f"one of {', '.join(READ_FORMATS)}"
-        )
+    layout = _read_format(str(entry.get("format") or global_format), name)
+    inputs = entry.get("input_activations")
     scheme = Scheme(
         name=name,
-        weight=_weight_scheme(weights, name),
-        input=_input_scheme(entry.get("input_activations"), name),
+        weight=_weight_scheme(_object(entry["weights"], f"`weights` in group `{name}`"), name),
+        input=None
+        if inputs is None
+        else _input_scheme(_object(inputs, f"`input_activations` in group `{name}`"), name),
     )
-    return Group(name, tuple(map(str, entry.get("targets") or ())), _named(scheme), layout)
+    return Group(
+        name=name,
+        targets=_patterns(entry.get("targets"), f"`targets` in group `{name}`"),
+        scheme=_named(scheme),
+        format=layout,
+    )
+
+
+def _read_format(layout: str, where: str) -> str:
+    if layout not in READ_FORMATS:
+        raise UnsupportedVariant(
+            f"compressed-tensors format `{layout}` is not read, in config group `{where}`; expected "
+            f"one of {', '.join(READ_FORMATS)}"
+        )
+    return layout
 
 
 def _named(scheme: Scheme) -> Scheme:
@@ -154,49 +196,72 @@ def _named(scheme: Scheme) -> Scheme:
 
 
 def _grid(arguments: Mapping[str, Any], where: str) -> Grid:
-    bits, kind = int(arguments.get("num_bits", 8)), arguments.get("type", "int")
-    if kind == "float" and bits == 8:
-        return E4M3
-    if kind == "int" and 2 <= bits <= 8:
-        return int_grid(bits)
+    bits, kind = arguments.get("num_bits", 8), arguments.get("type", "int")
+    if isinstance(bits, int):
+        if kind == "float" and bits == 8:
+            return E4M3
+        if kind == "int" and 2 <= bits <= 8:
+            return int_grid(bits)
     raise UnsupportedVariant(f"{bits}-bit `{kind}` values are not read, in config group `{where}`")
 
 
 def _weight_scheme(arguments: Mapping[str, Any], where: str) -> WeightScheme:
-    group_size = arguments.get("group_size")
-    strategy = arguments.get("strategy")
+    strategy: Granularity | None = arguments.get("strategy")
     if strategy is None:
-        strategy = "tensor" if group_size is None else "group" if group_size > 0 else "channel"
-    if strategy not in ("tensor", "channel", "group", "block"):
+        strategy = _inferred_strategy(arguments.get("group_size"))
+    if strategy not in get_args(Granularity):
         raise UnsupportedVariant(f"weight strategy `{strategy}` is not read, in group `{where}`")
-    block = arguments.get("block_structure")
-    if isinstance(block, str):
-        block = [int(size) for size in block.split("x")]
-    if strategy == "block" and not block:
-        raise FormatMismatch(f"config group `{where}` has strategy `block` and no `block_structure`")
     return WeightScheme(
         grid=_grid(arguments, where),
         granularity=strategy,
         symmetric=bool(arguments.get("symmetric", True)),
-        group_size=int(group_size) if strategy == "group" else None,
-        block=(int(block[0]), int(block[1])) if strategy == "block" else None,
+        group_size=_group_size(arguments, where) if strategy == "group" else None,
+        block=_block(arguments.get("block_structure"), where) if strategy == "block" else None,
     )
 
 
-def _input_scheme(arguments: Mapping[str, Any] | None, where: str) -> InputScheme | None:
-    if arguments is None:
-        return None
-    strategy = arguments.get("strategy") or "tensor"
-    if strategy not in ("tensor", "token", "group"):
+def _inferred_strategy(group_size: Any) -> Granularity:  # noqa: ANN401 - JSON
+    """As the library does where `strategy` is left out."""
+    if group_size is None:
+        return "tensor"
+    return "channel" if group_size == -1 else "group"
+
+
+def _input_scheme(arguments: Mapping[str, Any], where: str) -> InputScheme:
+    strategy: InputGranularity = arguments.get("strategy") or "tensor"
+    if strategy not in get_args(InputGranularity):
         raise UnsupportedVariant(f"input strategy `{strategy}` is not read, in group `{where}`")
-    dynamic = arguments.get("dynamic", False)
     return InputScheme(
         grid=_grid(arguments, where),
         granularity=strategy,
-        group_size=int(arguments["group_size"]) if strategy == "group" else None,
-        dynamic=bool(dynamic),
+        group_size=_group_size(arguments, where) if strategy == "group" else None,
+        dynamic=bool(arguments.get("dynamic", False)),
         symmetric=bool(arguments.get("symmetric", True)),
     )
+
+
+def _group_size(arguments: Mapping[str, Any], where: str) -> int:
+    size = arguments.get("group_size")
+    if not isinstance(size, int) or size < 1:
+        raise FormatMismatch(
+            f"`group_size` is `{size}`, expected a positive number, in config group `{where}`"
+        )
+    return size
+
+
+def _block(value: Any, where: str) -> tuple[int, int]:  # noqa: ANN401 - JSON
+    """Read [128, 128] or "128x128"."""
+    match = re.fullmatch(r"(\d+)x(\d+)", value) if isinstance(value, str) else None
+    sizes = [int(match[1]), int(match[2])] if match else value
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 2
+        or not all(isinstance(size, int) and size > 0 for size in sizes)
+    ):
+        raise FormatMismatch(
+            f"`block_structure` is `{value}`, expected [rows, columns], in config group `{where}`"
+        )
+    return sizes[0], sizes[1]
 
 
 # -- generating ------------------------------------------------------------------------------------
@@ -210,12 +275,21 @@ def written_format(scheme: Scheme) -> str:
     return PACKED if scheme.input is None else INT
 
 
-def build_config(schemes: Mapping[str, Scheme], kept: Iterable[str]) -> dict[str, Any]:
+def build_config(
+    schemes: Mapping[str, Scheme],
+    kept: Iterable[str],
+    *,
+    named: Collection[str] = (),
+    cache_scheme: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Generate the `quantization_config` of what was written.
 
     Args:
         schemes: Scheme of each quantized module, by checkpoint name.
         kept: Linear modules in full precision.
+        named: Modules that engines find by name only: embeddings are not of class `Linear`, and
+            serving engines have a class of their own for the head.
+        cache_scheme: `kv_cache_scheme` of the source, whose scales are copied.
 
     Returns:
         One group with `targets: ["Linear"]` where all schemes are equal, else groups of exact names.
@@ -225,9 +299,10 @@ def build_config(schemes: Mapping[str, Scheme], kept: Iterable[str]) -> dict[str
     groups = {}
     for number, scheme in enumerate(distinct):
         names = [module for module, other in schemes.items() if other == scheme]
-        targets = ["Linear"] if len(distinct) == 1 else names
+        if len(distinct) == 1:
+            names = ["Linear", *(module for module in names if module in named)]
         groups[f"group_{number}"] = {
-            "targets": targets,
+            "targets": names,
             "weights": _weight_arguments(scheme),
             "input_activations": _input_arguments(scheme.input),
             "output_activations": None,
@@ -236,12 +311,18 @@ def build_config(schemes: Mapping[str, Scheme], kept: Iterable[str]) -> dict[str
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": formats[0] if len(formats) == 1 else "mixed-precision",
+        "format": _format_of_all(formats),
         "config_groups": groups,
         "ignore": list(kept),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": cache_scheme,
         "global_compression_ratio": None,
     }
+
+
+def _format_of_all(formats: Sequence[str]) -> str:
+    if not formats:
+        return "dense"  # a scheme for the cache only
+    return formats[0] if len(formats) == 1 else "mixed-precision"
 
 
 def _number_arguments(grid: Grid) -> dict[str, Any]:
@@ -287,11 +368,11 @@ def validate_config(config: Mapping[str, Any]) -> None:
         FormatMismatch: The library refuses it.
     """
     import pydantic
-    from compressed_tensors.quantization import QuantizationConfig  # imports transformers: seconds
+    from compressed_tensors.quantization import (  # type: ignore[import-untyped]
+        QuantizationConfig,  # imports transformers: seconds
+    )
 
     try:
         QuantizationConfig.model_validate(config)
     except (pydantic.ValidationError, ValueError, NotImplementedError) as error:
         raise FormatMismatch(f"compressed-tensors refuses the generated config: {error}") from error
-
-

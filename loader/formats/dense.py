@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
@@ -14,9 +15,10 @@ from quantload.quant.qtensor import QuantTensor
 
 # Leaves that only quantized modules have, whatever their dtype.
 _QUANTIZED_LEAF = re.compile(
-    r"\.(weight_packed|weight_scale(_inv)?|weight_zero_point|weight_global_scale|qweight|qzeros|"
-    r"scales|g_idx|SCB|W_q|weight\.absmax|weight\.quant_map|\w+_blocks|\w+_scales)$"
+    r"\.(\w+_packed|weight_scale(_inv)?|weight_zero_point|weight_global_scale|weight_g_idx|qweight|"
+    r"qzeros|scales|g_idx|SCB|W_q|weight\.(absmax|quant_map|_data(\._data)?|_scale|_shift)|\w+_blocks|\w+_scales)$"
 )
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 def dense_weight(entry: TensorEntry) -> SourceWeight | None:
@@ -34,12 +36,13 @@ def dense_weight(entry: TensorEntry) -> SourceWeight | None:
     )
 
 
-def quantized_tensors(checkpoint: Checkpoint) -> list[str]:
-    """Return tensors that cannot be full precision: by their name, or a weight that is no float."""
+def quantized_names(entries: Iterable[TensorEntry]) -> list[str]:
+    """Return tensors that cannot be full precision: by name, FP8, or a weight that is no float."""
     return [
         entry.name
-        for entry in checkpoint.tensors.values()
+        for entry in entries
         if _QUANTIZED_LEAF.search(entry.name)
+        or entry.dtype in _FLOAT8
         or (
             entry.name.endswith(".weight")
             and len(entry.shape) >= 2

@@ -10,8 +10,7 @@ Decoded to canonical form (blocks of 32 elements; d and m are float16, little en
 
 Byte i of the 16 holds the low four bits of element i in its low half, and of element i + 16 in its
 high half. Bit i of the fifth bits, a little-endian number, belongs to element i.
-d and m are cast to float32, and the product and the sum round to float32 one after the other, as in
-`gguf.quants`; nothing is fused.
+d and m are cast to float32. The product is exact in float32, only the sum with m rounds.
 
 Every other type that `gguf.quants` decodes (k-quants, IQ, TQ, MXFP4, NVFP4) becomes a float32
 tensor by its code, a slice of rows at a time. F32, F16, BF16 and F64 are read as they are.

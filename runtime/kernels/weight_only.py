@@ -88,16 +88,16 @@ def _input_tile(x_rows, packed_columns, m_mask, K, columns):
 
 
 @triton.jit
-def _values(codes, group, zero, table, BIAS: tl.constexpr):
-    """Turn codes [BN, C] into value(code) - zero, float32 or FP8."""
+def _values(codes, group, zero, table, BIAS: tl.constexpr, dtype: tl.constexpr):
+    """Turn codes [BN, C] into value(code) - zero in `dtype`; small integers are exact there."""
     if table is not None:
-        values = tl.load(table + codes)
-    elif codes.dtype.is_floating():
-        values = codes
+        values = tl.load(table + codes).to(dtype)
     else:
-        values = codes.to(tl.float32) - BIAS
+        values = codes.to(dtype)
+        if BIAS != 0:
+            values -= BIAS
         if zero is not None:
-            values -= tl.load(zero + group).to(tl.float32)[:, None]
+            values -= tl.load(zero + group).to(dtype)[:, None]
     return values
 
 
@@ -140,8 +140,9 @@ def _gemm_kernel(
             group = tl.minimum(index // slices_per_group, G - 1) * R + r
             slice_codes = packed
             if PER_BYTE == 2:
-                slice_codes = (packed >> (4 * part)) & 15
-            values = _values(slice_codes, group, zero, table, BIAS).to(x_tile.dtype)  # [BN, C]
+                # Signed bytes convert to floats faster than unsigned ones.
+                slice_codes = ((packed >> (4 * part)) & 15).to(tl.int8)
+            values = _values(slice_codes, group, zero, table, BIAS, x_tile.dtype)
             if PER_GROUP:
                 product = tl.dot(values, x_tile, input_precision="ieee")
                 acc += product * tl.load(scale + group).to(tl.float32)[:, None]
@@ -181,19 +182,26 @@ def _sum_splits_kernel(partial, outer, bias, out, size, N, splits, BLOCK: tl.con
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def _card(device: torch.device) -> tuple[int, int]:
+    """Return the number of processors, and bytes of shared memory that a program may use."""
     if device.type != "cuda":
-        return 8  # the interpreter; few, so that small tests split K and larger ones do not
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return 8, 1 << 20  # the interpreter; few processors, so that small tests split K
+    properties = torch.cuda.get_device_properties(device)
+    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return properties.multi_processor_count, shared
 
 
-def _tile(m: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Return BN, BM, warps and stages for M = `m` tokens."""
+def _tile(m: int, dtype: torch.dtype, step_columns: int, shared: int) -> tuple[int, int, int, int]:
+    """Return BN, BM, warps and stages for `m` tokens and `step_columns` columns read at once."""
     if dtype == torch.float32:  # no tensor cores: wider tiles only spill registers
         return 32, 16, 4, 2
     if m <= 32:
         return 64, 16 if m <= 16 else 32, 4, 3
-    return (64, 64, 4, 3) if m <= 64 else (128, 128, 8, 2)
+    if m <= 64:
+        return 64, 64, 4, 3 if step_columns <= 128 else 2
+    if step_columns <= 128:
+        return 64, 128, 4, 2
+    return (128, 128, 8, 2) if shared >= 150_000 else (64, 64, 4, 2)
 
 
 def _splits(programs: int, steps: int, processors: int) -> tuple[int, int]:
@@ -241,14 +249,16 @@ def _launch(
     block_rows, slices_per_group, code_bias, nibbles,
 ) -> None:  # fmt: skip
     (m, k), (steps, n, width), (groups, blocks) = x.shape, codes.shape, scale.shape
-    bn, bm, warps, stages = _tile(m, x.dtype)
+    processors, shared = _card(x.device)
+    per_byte = 2 if nibbles else 1
+    bn, bm, warps, stages = _tile(m, x.dtype, per_byte * width, shared)
     tiles = (-(-m // bm), -(-n // bn))
-    splits, each = _splits(tiles[0] * tiles[1], steps, _processors(x.device))
+    splits, each = _splits(tiles[0] * tiles[1], steps, processors)
     target = out if splits == 1 else out.new_empty((splits, m, n), dtype=torch.float32)
     _gemm_kernel[(*tiles, splits)](
         x, codes, scale, zero, offset, outer, columns, table, bias, target,
         m, n, k, groups, blocks, x.stride(0), steps, each, slices_per_group, block_rows,
-        BN=bn, BM=bm, C=width, PER_BYTE=2 if nibbles else 1,
+        BN=bn, BM=bm, C=width, PER_BYTE=per_byte,
         BIAS=code_bias, PER_GROUP=groups > 1, SPLIT=splits > 1,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -285,6 +285,7 @@ def test_reasons(kernel_device):
     assert _why_not_on_card(INT4, (9, 0)) is None
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # in inductor
 def test_compiles_as_one_graph(kernel_device):
     from quantload.runtime.kernels.weight_only import pack, weight_only_linear
 

@@ -1,0 +1,98 @@
+"""Plain transformers (with compressed-tensors) loads what `convert` writes, and computes the same."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quantload import api
+from quantload.quant.metrics import kl_divergence
+
+WEIGHT_ONLY = ["W4A16", "W4A16:g32", "W4A16_ASYM", "W8A16", "dense"]
+WITH_INPUTS = ["W8A8", "FP8_DYNAMIC", "FP8_BLOCK"]
+
+
+@pytest.fixture(scope="module")
+def converted(base_model, tmp_path_factory):
+    """Convert once for each scheme."""
+    made = {}
+
+    def get(scheme):
+        if scheme not in made:
+            folder = tmp_path_factory.mktemp("out") / scheme.replace(":", "-")
+            assert api.convert(base_model, folder, scheme).report.passed
+            made[scheme] = folder
+        return made[scheme]
+
+    return get
+
+
+def in_transformers(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the other library, while it loads
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def tokens():
+    return torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+@torch.no_grad()
+def test_weight_only_logits_agree(converted, scheme):
+    folder = converted(scheme)
+    ids = tokens()
+    expected = in_transformers(folder)(ids, use_cache=False).logits
+    got = api.load(folder, device="cpu", dtype=torch.float32)(ids, use_cache=False).logits
+    assert (got - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.parametrize("scheme", WITH_INPUTS)
+@torch.no_grad()
+def test_each_linear_layer_agrees_on_the_same_input(converted, scheme):
+    """A code that flips at a rounding boundary changes the result by a step; nothing else may."""
+    folder = converted(scheme)
+    theirs = in_transformers(folder)
+    ours = dict(api.load(folder, device="cpu", dtype=torch.float32, fuse=False).named_modules())
+    checked = []
+
+    def hook_for(name):
+        def hook(module, inputs, output):
+            got = ours[name](inputs[0])
+            error = (got - output).abs().amax(dim=-1) / output.abs().amax(dim=-1)
+            agreeing = (error < 1e-5).double().mean()
+            checked.append((name, float(agreeing), float(error.max())))
+
+        return hook
+
+    for name, module in theirs.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_hook(hook_for(name))
+    theirs(tokens(), use_cache=False)
+    assert len(checked) == 14
+    for name, agreeing, worst in checked:
+        assert agreeing >= 0.95, (name, agreeing)  # tokens without any flipped code
+        assert worst < 0.02, (name, worst)
+
+
+@pytest.mark.parametrize("scheme", WITH_INPUTS)
+@torch.no_grad()
+def test_end_to_end_divergence_is_small(converted, scheme):
+    folder = converted(scheme)
+    ids = tokens()
+    expected = in_transformers(folder)(ids, use_cache=False).logits
+    got = api.load(folder, device="cpu", dtype=torch.float32)(ids, use_cache=False).logits
+    assert kl_divergence(expected, got).mean() < 1e-5
+
+
+def test_head_that_a_rule_quantizes(base_model, tmp_path):
+    folder = tmp_path / "out"
+    api.convert(base_model, folder, "W4A16", rules=["lm_head=W8A16"])
+    ids = tokens()
+    with torch.no_grad():
+        expected = in_transformers(folder)(ids, use_cache=False).logits
+        got = api.load(folder, device="cpu", dtype=torch.float32)(ids, use_cache=False).logits
+    assert (got - expected).norm() / expected.norm() < 1e-5

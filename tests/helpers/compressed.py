@@ -1,0 +1,67 @@
+"""compressed-tensors as an oracle; imported on first use, since that takes seconds and may warn."""
+
+import warnings
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+
+
+@cache
+def library():
+    """The functions of compressed-tensors that tests compare with."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from compressed_tensors.compressors.pack_quantized import helpers as packing
+        from compressed_tensors.quantization import quant_scheme
+        from compressed_tensors.quantization.lifecycle import forward
+        from compressed_tensors.quantization.utils import helpers
+    return SimpleNamespace(
+        PRESET_SCHEMES=quant_scheme.PRESET_SCHEMES,
+        QuantizationArgs=quant_scheme.QuantizationArgs,
+        calculate_qparams=helpers.calculate_qparams,
+        compute_dynamic_scales_and_zp=helpers.compute_dynamic_scales_and_zp,
+        dequantize=forward.dequantize,
+        fake_quantize=forward.fake_quantize,
+        pack_to_int32=packing.pack_to_int32,
+        preset_name_to_scheme=quant_scheme.preset_name_to_scheme,
+        quantize=forward.quantize,
+        unpack_from_int32=packing.unpack_from_int32,
+    )
+
+
+def preset(name):
+    """The preset of this name."""
+    return library().preset_name_to_scheme(name, ["Linear"])
+
+
+def quantized(weight, args):
+    """Codes, scale, zero point and values of a weight, with minmax scales.
+
+    Args:
+        weight: [N, K] float dtype.
+        args: QuantizationArgs of strategy "group", "channel" or "block".
+    """
+    low, high = _range(weight, args)
+    scale, zero = library().calculate_qparams(low, high, args)
+    codes = library().quantize(weight, scale, zero, args, dtype=args.pytorch_dtype())
+    return codes, scale, zero, library().dequantize(codes, scale, zero, args)
+
+
+def fake_quantized(x, args):
+    """A dynamically quantized input [B, T, K], dequantized again."""
+    scale, zero = library().compute_dynamic_scales_and_zp(x, args, module=None)
+    return library().fake_quantize(x, scale, zero, args)
+
+
+def _range(weight, args):
+    """Smallest and largest value of each group, row or block, as the memoryless observer does."""
+    if args.strategy == "block":
+        height, width = args.block_structure
+        blocks = [rows.split(width, dim=1) for rows in weight.split(height, dim=0)]
+        low = torch.stack([torch.stack([part.amin() for part in rows]) for rows in blocks])
+        high = torch.stack([torch.stack([part.amax() for part in rows]) for rows in blocks])
+        return low, high
+    size = args.group_size if args.strategy == "group" else weight.shape[1]
+    groups = weight.unflatten(1, (-1, size))
+    return torch.amin(groups, dim=-1), torch.amax(groups, dim=-1)

@@ -1,0 +1,65 @@
+"""Facts are told in checkpoint names; what cannot be probed is no error."""
+
+from __future__ import annotations
+
+from fake_source import NOWHERE, tiny_config, tiny_model
+
+from quantload.layers.facts import probe_facts
+
+
+def names_of(model_type: str) -> list[str]:
+    model = tiny_model(model_type)
+    tied = set(model.all_tied_weights_keys)
+    return [name for name in model.state_dict() if name not in tied]
+
+
+def test_llama() -> None:
+    facts = probe_facts(tiny_config("llama"), NOWHERE, names_of("llama"))
+    assert facts.origin == "model probe"
+    assert facts.kinds["lm_head"] == "head"
+    assert facts.kinds["model.embed_tokens"] == "embedding"
+    assert facts.kinds["model.norm"] == "other"
+    assert facts.kinds["model.layers.1.mlp.down_proj"] == "linear"
+    assert len(facts.groups) == 4
+    assert facts.tied == {}
+    assert facts.aliases == {}
+
+
+def test_quantized_leaves_are_recognised() -> None:
+    names = [n.replace("proj.weight", "proj.weight_packed") for n in names_of("llama")]
+    facts = probe_facts(tiny_config("llama"), NOWHERE, names)
+    assert facts.kinds["model.layers.0.self_attn.q_proj"] == "linear"
+    assert len(facts.groups) == 4
+
+
+def test_names_without_base_prefix_are_aliased() -> None:
+    names = [name.removeprefix("model.") for name in names_of("llama")]
+    facts = probe_facts(tiny_config("llama"), NOWHERE, names)
+    assert facts.groups[0] == tuple(f"layers.0.self_attn.{n}_proj" for n in "qkv")
+    assert facts.aliases["embed_tokens"] == ("model.embed_tokens",)
+
+
+def test_ties() -> None:
+    names = names_of("gemma2")
+    config = tiny_config("gemma2")
+    assert probe_facts(config, NOWHERE, names).tied == {"lm_head": "model.embed_tokens"}
+    both = [*names, "lm_head.weight"]
+    assert probe_facts(config, NOWHERE, both).tied == {}
+
+
+def test_transposed_linears_are_other() -> None:
+    facts = probe_facts(tiny_config("gpt2"), NOWHERE, names_of("gpt2"))
+    assert facts.kinds["transformer.h.0.attn.c_attn"] == "other"
+
+
+def test_unknown_architecture_is_told_by_names() -> None:
+    facts = probe_facts({"model_type": "hal9000"}, NOWHERE, names_of("llama"))
+    assert facts.origin.startswith("name table (transformers")
+    assert len(facts.groups) == 4
+
+
+def test_experts_and_unknown_modules_are_told_by_names() -> None:
+    extra = [f"mtp.experts.0.{name}_proj.weight" for name in ("gate", "up", "down")]
+    facts = probe_facts(tiny_config("llama"), NOWHERE, [*names_of("llama"), *extra])
+    assert ("mtp.experts.0.gate_proj", "mtp.experts.0.up_proj") in facts.groups
+    assert facts.kinds["mtp.experts.0.down_proj"] == "linear"

@@ -1,0 +1,69 @@
+"""Siblings are found by running the model, whatever its layers are called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_source import NOWHERE, tiny_config
+from torch import Tensor
+
+from quantload.layers.meta_model import build_on_meta
+from quantload.layers.siblings import Siblings, find_siblings
+
+
+def siblings(model_type: str) -> Siblings:
+    model = build_on_meta(tiny_config(model_type), NOWHERE, dtype=torch.float32)
+    return find_siblings(model)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text"]
+)
+def test_attention_and_mlp(model_type: str) -> None:
+    found = siblings(model_type)
+    assert found.failure == ""
+    assert found.guessed == ()
+    assert len(found.proven) == 4
+    block = "model.layers.0"
+    assert found.proven[0] == tuple(f"{block}.self_attn.{n}_proj" for n in "qkv")
+    assert found.proven[1] == (f"{block}.mlp.gate_proj", f"{block}.mlp.up_proj")
+
+
+def test_layers_fused_on_disk_have_no_siblings() -> None:
+    assert siblings("phi3").groups == ()
+
+
+def test_a_write_between_members_splits_the_group() -> None:
+    model = build_on_meta(tiny_config("llama"), NOWHERE, dtype=torch.float32)
+
+    class Writing(type(model.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            gate = self.gate_proj(x)
+            x.mul_(2)
+            return self.down_proj(gate * self.up_proj(x))
+
+    model.model.layers[0].mlp.__class__ = Writing
+    groups = find_siblings(model).proven
+    assert ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj") in groups
+    assert not any("layers.0.mlp" in group[0] for group in groups)
+
+
+def test_a_forward_that_fails_falls_back_to_names() -> None:
+    model = build_on_meta(tiny_config("llama"), NOWHERE, dtype=torch.float32)
+
+    def fail(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("cannot run on meta")
+
+    model.model.layers[1].mlp.forward = fail
+    found = find_siblings(model)
+    assert found.failure == "RuntimeError: cannot run on meta"
+    assert found.proven == ()
+    assert len(found.guessed) == 4
+
+
+def test_hooks_and_attention_are_restored() -> None:
+    model = build_on_meta(tiny_config("llama"), NOWHERE, dtype=torch.float32)
+    before = model.config._attn_implementation
+    find_siblings(model)
+    assert model.config._attn_implementation == before
+    assert not any(module._forward_pre_hooks for module in model.modules())

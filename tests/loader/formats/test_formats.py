@@ -1,0 +1,88 @@
+"""Detection: config and headers decide together; what is not read is refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_checkpoints as tiny
+import torch
+
+from quantload.errors import FormatMismatch, QuantloadError, UnknownFormat
+from quantload.loader.formats import FORMATS, open_source
+from quantload.loader.open import open_checkpoint
+
+CONFIG = tiny.config(layers=1)
+SHARED = Path(__file__).parents[4] / "shared" / "checkpoints"
+OTHERS = [  # folders that are read although their producer's format is not one of ours
+    "auto-round-0.16.1/nano-llama-llmc-FP8_STATIC",
+    "auto-round-0.16.1/nano-llama-llmc-FPW8A16",
+    "auto-round-0.16.1/nano-llama-llmc-W4A16",
+    "auto-round-0.16.1/nano-llama-llmc-W4A16-asym",
+    "auto-round-0.16.1/nano-llama-llmc-W8A16-asym",
+    "auto-round-0.16.1/odd-llama-llmc-FP8_BLOCK",
+]
+FOREIGN = sorted(
+    folder
+    for folder in SHARED.glob("*/*/")
+    if folder.parent.name.split("-")[0] not in ("base", "transformers", "gguf", "llmcompressor")
+    and not folder.parent.name.startswith("compressed-tensors")
+    or folder.parent.name.startswith("transformers-quant")
+)
+
+
+@pytest.mark.parametrize(
+    "method", ["gptq", "awq", "fp8", "modelopt", "mxfp4", "bitsandbytes", "gguf", "dense", None, 4, ["x"]]
+)
+def test_other_formats_are_refused_by_name(tmp_path, method):
+    content = {**CONFIG, "quantization_config": {"quant_method": method, "bits": 4}}
+    tiny.write(tmp_path, content, {"a.qweight": torch.zeros(2, 2, dtype=torch.int32)})
+    with pytest.raises(UnknownFormat) as caught:
+        open_source(open_checkpoint(tmp_path))
+    assert f"quantization format `{method}` is not read, found in `config.json`" in str(caught.value)
+    assert "expected `compressed-tensors`" in str(caught.value)
+    assert "hint: dequantize it with its own tool first" in str(caught.value)
+
+
+def test_a_stale_side_file_beside_full_precision(tmp_path):
+    folder = tiny.write(tmp_path, CONFIG, tiny.tensors(CONFIG))
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    assert open_source(open_checkpoint(folder)).format_name == "dense"
+
+
+def test_a_side_file_that_belongs_to_the_tensors(tmp_path):
+    made = {"a.qweight": torch.zeros(2, 2, dtype=torch.int32)}
+    folder = tiny.write(tmp_path, CONFIG, made)
+    (folder / "quantize_config.json").write_text('{"quant_method": "gptq"}')
+    with pytest.raises(UnknownFormat, match=r"`gptq` is not read, found in `quantize_config.json`"):
+        open_source(open_checkpoint(folder))
+
+
+def test_quantized_tensors_and_no_config(tmp_path):
+    folder = tiny.write(tmp_path, CONFIG, {"a.qweight": torch.zeros(2, 2, dtype=torch.int32)})
+    with pytest.raises(FormatMismatch, match=r"no quantization config .*`a\.qweight`\n\nhint:"):
+        open_source(open_checkpoint(folder))
+
+
+def test_every_tensor_is_in_a_weight_or_plain(tmp_path):
+    source = open_source(open_checkpoint(tiny.write(tmp_path, CONFIG, tiny.tensors(CONFIG))))
+    leaves = [name for weight in source.weights.values() for name in weight.leaves.values()]
+    assert sorted([*leaves, *source.plain]) == sorted(source.checkpoint.tensors)
+
+
+def test_rows_have_different_names():
+    names = [row.name for row in FORMATS]
+    assert names == ["dense", "compressed-tensors", "gguf"]
+
+
+@pytest.mark.skipif(not FOREIGN, reason="no shared checkpoints beside the repository")
+@pytest.mark.parametrize("folder", FOREIGN, ids=lambda folder: f"{folder.parent.name}/{folder.name}")
+def test_foreign_checkpoints_are_refused(folder):
+    if f"{folder.parent.name}/{folder.name}" in OTHERS:
+        assert open_source(open_checkpoint(folder)).format_name == "compressed-tensors"
+        return
+    with pytest.raises(QuantloadError) as caught:
+        open_source(open_checkpoint(folder))
+    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
+    method = config.get("quantization_config", {}).get("quant_method")
+    if isinstance(caught.value, UnknownFormat) and "pickled" not in str(caught.value):
+        assert f"`{method}`" in str(caught.value)

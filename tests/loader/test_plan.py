@@ -1,0 +1,288 @@
+"""Plans: what becomes of each module and why, from headers alone."""
+
+import json
+
+import pytest
+import tiny_checkpoints as tiny
+import torch
+from converting import converted, opened, plan_of, rows_of
+from safetensors.torch import load_file
+
+from quantload.errors import ConfigError, RuleSplitsStack, UnusedRule
+from quantload.loader.checkpoint import Checkpoint
+from quantload.quant.scheme import parse_scheme
+
+Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny.llama(tmp_path / "source")
+
+
+def test_every_module_has_a_reason(folder):
+    rows = rows_of(plan_of(folder, "W4A16:g32", ["model.layers.1.=W8A16:g32", f"{DOWN}=keep"]))
+    assert str(rows[Q].scheme) == "W4A16:g32"
+    assert rows[Q].reason == "default scheme"
+    assert rows["model.layers.1.mlp.up_proj"].reason == "rule `model.layers.1. = W8A16:g32`"
+    assert rows[DOWN].scheme is None
+    assert rows[DOWN].reason == f"rule `{DOWN} = keep`"
+    assert rows["lm_head"].reason == "kept by default: output head"
+    assert rows["model.embed_tokens"].reason == "kept by default: embedding"
+    assert rows["lm_head"].scheme is None
+    assert len(rows) == 2 + 2 * 7
+
+
+def test_a_rule_for_the_whole_name_beats_a_default_keep(folder):
+    rows = rows_of(plan_of(folder, None, ["lm_head=W8A16:g32"]))
+    assert str(rows["lm_head"].scheme) == "W8A16:g32"
+    assert [module for module, row in rows.items() if row.scheme] == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected", "reason"),
+    [
+        (576, "W4A16:g64", "default scheme; group 64, since 128 does not divide 576"),
+        (1536, "W4A16", "default scheme"),
+        (96, "W4A16:g32", "default scheme; group 32, since 128 does not divide 96"),
+        (48, None, "kept: no group size of 128, 64 or 32 divides its 48 columns; default scheme"),
+    ],
+)
+def test_group_sizes_are_fitted(tmp_path, columns, expected, reason):
+    made = {"a.b.weight": torch.randn(8, columns).bfloat16()}
+    plan = plan_of(tiny.write(tmp_path, {}, made), "W4A16")
+    (row,) = plan.rows
+    assert (str(row.scheme) if row.scheme else None) == expected
+    assert row.reason == reason
+
+
+@pytest.mark.parametrize("scheme", ["W4A16:g32", "W4A16_ASYM:g32", "W8A16:g32", "W8A8", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("shard", [10**9, 40_000, 1])
+def test_planned_bytes_are_written_bytes(tmp_path, folder, scheme, shard):
+    plan = plan_of(folder, scheme, max_shard_bytes=shard)
+    output = converted(folder, tmp_path / "out", scheme, max_shard_bytes=shard)
+    sizes = {file.name: file.stat().st_size for file in output.glob("*.safetensors")}
+    assert sizes == {file.name: file.num_bytes for file in plan.files}
+    assert plan.output_bytes == sum(sizes.values())
+    planned = {t.name: (t.dtype, t.shape) for file in plan.files for t in file.tensors.values()}
+    written = {}
+    for file in output.glob("*.safetensors"):
+        written |= {name: (t.dtype, tuple(t.shape)) for name, t in load_file(file).items()}
+    assert planned == written
+    rows = rows_of(plan)
+    assert rows[Q].output_bytes == sum(
+        torch.zeros(shape, dtype=dtype).nbytes
+        for name, (dtype, shape) in written.items()
+        if name.startswith(Q + ".")
+    )
+    assert rows[Q].source_bytes == 64 * 64 * 2
+
+
+def test_planning_reads_no_tensor_data(folder, monkeypatch):
+    quantized = converted(folder, folder.with_name("quantized"), "W4A16:g32")
+    for file in (folder / "model.safetensors", quantized / "model.safetensors"):
+        raw = file.read_bytes()
+        first = 8 + int.from_bytes(raw[:8], "little")
+        if file.parent == folder:
+            file.write_bytes(raw[:first] + b"\xff" * (len(raw) - first))  # NaN in every float
+    read = Checkpoint.read
+
+    def read_shapes_only(self, name):
+        assert name.endswith("weight_shape"), name
+        return read(self, name)
+
+    monkeypatch.setattr(Checkpoint, "read", read_shapes_only)
+    before = sorted(folder.parent.rglob("*"))
+    assert plan_of(folder, "W4A16:g32").output_bytes == plan_of(quantized, "W4A16:g32").output_bytes
+    assert sorted(folder.parent.rglob("*")) == before
+
+
+# -- rules that do not fit -------------------------------------------------------------------------
+
+
+def test_a_rule_that_matches_nothing(folder):
+    with pytest.raises(UnusedRule) as caught:
+        plan_of(folder, "W4A16:g32", ["model.layer.=W8A16", "lm_haed=keep"])
+    assert str(caught.value) == (
+        "2 rules match nothing: `lm_haed`, `model.layer.`\n\n"
+        "hint: did you mean `lm_head`, `model.layers`?"
+    )
+
+
+def test_a_rule_that_decides_nothing_is_a_warning(folder):
+    plan = plan_of(folder, None, ["model.=W4A16:g32", "model.layers.=W8A16:g32", "*.mlp.=W8A16:g32"])
+    assert plan.warnings == ()
+    plan = plan_of(folder, None, ["model.layers.=W4A16:g32", "model.layers.=W8A16:g32"])
+    assert plan.warnings == (
+        "rule `model.layers. = W4A16:g32` decides nothing: other rules cover more",
+    )
+
+
+def test_rules_that_split_a_fused_group(folder):
+    with pytest.raises(RuleSplitsStack) as caught:
+        plan_of(folder, "W4A16:g32", [f"{Q}=W8A16:g32"])
+    message = str(caught.value)
+    assert "rules split the fused group `model.layers.0.self_attn` (q_proj, k_proj, v_proj)" in message
+    assert f"{Q}: W8A16:g32 (rule `{Q} = W8A16:g32`)" in message
+    assert "model.layers.0.self_attn.k_proj: W4A16:g32 (default scheme)" in message
+    assert "hint: give all members one rule, or use `--on-split keep`" in message
+
+
+@pytest.mark.parametrize(("on_split", "expected"), [("keep", None), ("promote", "W8A16:g32")])
+def test_split_groups_are_settled(folder, on_split, expected):
+    plan = plan_of(folder, "W4A16:g32", [f"{Q}=W8A16:g32"], on_split=on_split)
+    rows = rows_of(plan)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        scheme = rows[f"model.layers.0.self_attn.{name}"].scheme
+        assert (str(scheme) if scheme else None) == expected
+    assert str(rows["model.layers.1.self_attn.q_proj"].scheme) == "W4A16:g32"
+    (warning,) = plan.warnings
+    assert warning.startswith("fused group `model.layers.0.self_attn` (q_proj, k_proj, v_proj) was split")
+
+
+def test_unknown_schemes(folder):
+    with pytest.raises(ConfigError, match="W4A17"):
+        plan_of(folder, "W4A17")
+
+
+# -- ties ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tied(tmp_path):
+    return tiny.llama(tmp_path / "tied", tied=True)
+
+
+def test_a_tied_head_stays_tied(tied):
+    plan = plan_of(tied, "W4A16:g32")
+    assert "lm_head" not in rows_of(plan)
+    assert plan.config["tie_word_embeddings"] is True
+    assert plan.config["quantization_config"]["ignore"] == ["lm_head"]
+
+
+def test_a_rule_for_a_tied_head_unties_it(tied):
+    plan = plan_of(tied, "W4A16:g32", ["lm_head=W8A16:g32"])
+    row = rows_of(plan)["lm_head"]
+    assert row.read_from == "model.embed_tokens"
+    assert row.reason == "rule `lm_head = W8A16:g32`; untied from `model.embed_tokens`"
+    assert [tensor.name for tensor in row.outputs] == [
+        "lm_head.weight_packed",
+        "lm_head.weight_scale",
+        "lm_head.weight_shape",
+    ]
+    assert plan.config["tie_word_embeddings"] is False
+    assert rows_of(plan)["model.embed_tokens"].scheme is None
+
+
+def test_a_rule_for_the_embedding_of_a_tied_head_unties_it_too(tied, tmp_path):
+    plan = plan_of(tied, None, ["model.embed_tokens=W8A16:g32"])
+    rows = rows_of(plan)
+    assert [tensor.name for tensor in rows["lm_head"].outputs] == ["lm_head.weight"]
+    assert rows["lm_head"].reason.endswith("; untied from `model.embed_tokens`")
+    assert plan.config["tie_word_embeddings"] is False
+    config = plan.config["quantization_config"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "model.embed_tokens"]
+    output = converted(tied, tmp_path / "out", None, ["model.embed_tokens=W8A16:g32"])
+    assert torch.equal(
+        opened(output).read_dense("lm_head"), opened(tied).read_dense("model.embed_tokens")
+    )
+
+
+def test_a_tied_head_that_is_stored_twice(tmp_path):
+    content = tiny.config(layers=1, tied=True)
+    made = tiny.tensors(content)
+    made["lm_head.weight"] = made["model.embed_tokens.weight"].clone()
+    plan = plan_of(tiny.write(tmp_path, content, made), "W4A16:g32")
+    assert rows_of(plan)["lm_head"].scheme is None
+    assert plan.config["tie_word_embeddings"] is True
+
+
+# -- dtypes and configs ----------------------------------------------------------------------------
+
+
+def test_stored_dtypes_are_kept(tmp_path):
+    content = tiny.config(layers=1)
+    plan = plan_of(tiny.write(tmp_path, content, tiny.mixed(tiny.tensors(content))), "W4A16:g32")
+    rows, plain = rows_of(plan), {tensor.name: tensor.dtype for tensor in plan.plain}
+    assert rows[DOWN].dtype == torch.float16
+    assert rows[Q].dtype == torch.bfloat16
+    assert plain["model.norm.weight"] == torch.float32
+    assert plan.config["dtype"] == "bfloat16"
+
+
+def test_one_dtype_for_everything(tmp_path):
+    content = tiny.config(layers=1)
+    folder = tiny.write(tmp_path, content, tiny.mixed(tiny.tensors(content)))
+    plan = plan_of(folder, "dense", dtype=torch.float32)
+    assert {row.dtype for row in plan.rows} | {tensor.dtype for tensor in plan.plain} == {torch.float32}
+    assert plan.config["dtype"] == "float32"
+    assert "quantization_config" not in plan.config
+
+
+def test_the_config_is_that_of_the_source_but_for_what_changes(folder):
+    content = json.loads((folder / "config.json").read_text())
+    content |= {"unknown": {"a": [1, None]}, "eos_token_id": [2, 3], "rope_theta": 1e6}
+    (folder / "config.json").write_text(json.dumps(content))
+    plan = plan_of(folder, "FP8_DYNAMIC")
+    assert {k: v for k, v in plan.config.items() if k != "quantization_config"} == content
+    assert sorted(plan.config["quantization_config"]["ignore"]) == ["lm_head"]
+
+
+def test_dimensions_that_no_scheme_reaches_are_rows(tmp_path):
+    made = {"a.weight": torch.randn(8, 64), "e.gate_up_proj": torch.randn(2, 8, 64), "c.A": torch.ones(3)}
+    plan = plan_of(tiny.write(tmp_path, {}, made), "W4A16:g32")
+    rows = rows_of(plan)
+    assert rows["e.gate_up_proj"].reason.startswith("kept: a tensor of 3 dimensions")
+    assert [tensor.name for tensor in plan.plain] == ["c.A"]
+    assert plan.config["quantization_config"]["ignore"] == []
+
+
+def test_quantizing_again_is_a_warning(folder, tmp_path):
+    quantized = converted(folder, tmp_path / "q", "W8A16:g32")
+    plan = plan_of(quantized, "W4A16:g32")
+    assert plan.warnings == (
+        "14 modules of the source are already quantized (pack-quantized W8A16:g32); quantizing them "
+        "again adds to their error",
+    )
+    assert plan_of(quantized, "dense").warnings == ()
+    assert rows_of(plan)[Q].source == "pack-quantized W8A16:g32"
+
+
+def test_input_scales_are_left_out_with_a_warning(folder, tmp_path):
+    quantized = converted(folder, tmp_path / "q", "FP8_DYNAMIC")
+    tensors = load_file(quantized / "model.safetensors")
+    tensors[f"{Q}.input_scale"] = torch.ones(1)
+    tiny.save_file(tensors, quantized / "model.safetensors")
+    plan = plan_of(quantized, "dense")
+    assert plan.warnings == (
+        "1 tensors of fixed input scales are left out, since inputs are quantized while the model "
+        f"runs: `{Q}.input_scale`",
+    )
+
+
+def test_the_scheme_of_the_cache_goes_with_its_scales(folder, tmp_path):
+    quantized = converted(folder, tmp_path / "q", "FP8_DYNAMIC")
+    content = json.loads((quantized / "config.json").read_text())
+    cache = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    content["quantization_config"]["kv_cache_scheme"] = cache
+    (quantized / "config.json").write_text(json.dumps(content))
+    for scheme, layout in (("W4A16:g32", "pack-quantized"), ("dense", "dense")):
+        config = plan_of(quantized, scheme).config["quantization_config"]
+        assert (config["kv_cache_scheme"], config["format"]) == (cache, layout)
+
+
+def test_scales_take_the_dtype_of_the_config(folder, tmp_path):
+    quantized = converted(folder, tmp_path / "q", "W8A16:g32", dtype=torch.float32)
+    content = json.loads((quantized / "config.json").read_text())
+    assert content["dtype"] == "float32"
+    content["dtype"] = "bfloat16"
+    (quantized / "config.json").write_text(json.dumps(content))
+    rows = rows_of(plan_of(quantized, "W8A16:g64"))
+    assert rows[Q].dtype == torch.bfloat16
+    assert rows["lm_head"].dtype == torch.float32  # as it is stored
+
+
+def test_a_scheme_object_is_a_default(folder):
+    rows = rows_of(plan_of(folder, parse_scheme("W8A8")))
+    assert str(rows[Q].scheme) == "W8A8"

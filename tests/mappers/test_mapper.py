@@ -1,0 +1,143 @@
+"""Names of tensors find their place, or say why not."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantload.errors import UnexpectedTensor
+from quantload.mappers.mapper import Conversion, Piece, Target, WeightMapper
+
+ATTENTION = "model.layers.0.self_attn"
+MODULES = {
+    "": frozenset[str](),
+    "model": frozenset[str](),
+    "model.embed_tokens": frozenset({"weight"}),
+    "model.layers": frozenset[str](),
+    "model.layers.0": frozenset[str](),
+    ATTENTION: frozenset[str](),
+    f"{ATTENTION}.q_proj": frozenset({"weight", "bias"}),
+    f"{ATTENTION}.k_proj": frozenset({"weight"}),
+    "model.layers.0.mlp": frozenset[str](),
+    "model.layers.0.mlp.gate_proj": frozenset({"weight"}),
+    "model.layers.0.mlp.gate_proj_2": frozenset({"weight"}),
+    "model.layers.0.mlp.experts": frozenset({"gate_up_proj", "down_proj"}),
+    "model.norm": frozenset({"weight"}),
+    "lm_head": frozenset({"weight"}),
+}
+
+
+@pytest.fixture
+def mapper() -> WeightMapper:
+    return WeightMapper(MODULES, base_prefix="model")
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "leaf"),
+    [
+        ("model.norm.weight", "model.norm", "weight"),
+        ("norm.weight", "model.norm", "weight"),
+        ("model.lm_head.weight", "lm_head", "weight"),
+        ("language_model.lm_head.weight", "lm_head", "weight"),
+        ("model.norm.gamma", "model.norm", "weight"),
+        (f"{ATTENTION}.q_proj.bias", f"{ATTENTION}.q_proj", "bias"),
+        (f"{ATTENTION}.k_proj.weight_packed", f"{ATTENTION}.k_proj", "weight_packed"),
+        (
+            f"{ATTENTION}.k_proj.weight.quant_state.bitsandbytes__nf4",
+            f"{ATTENTION}.k_proj",
+            "weight.quant_state.bitsandbytes__nf4",
+        ),
+        ("model.layers.0.mlp.gate_proj_2.weight", "model.layers.0.mlp.gate_proj_2", "weight"),
+        ("layers.0.mlp.experts.down_proj", "model.layers.0.mlp.experts", "down_proj"),
+    ],
+)
+def test_places(mapper: WeightMapper, name: str, module: str, leaf: str) -> None:
+    assert mapper.target(name) == Target(module, leaf)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.extra.weight",
+        "model.layers.1.mlp.gate_proj.weight",
+        f"{ATTENTION}.k_proj.bias",
+        f"{ATTENTION}.k_proj.lora.weight",
+        "something",
+    ],
+)
+def test_no_place(mapper: WeightMapper, name: str) -> None:
+    assert mapper.find(name) is None
+    with pytest.raises(UnexpectedTensor, match="no place in the model"):
+        mapper.target(name)
+
+
+def test_stacks_take_any_leaf(mapper: WeightMapper) -> None:
+    stack = f"{ATTENTION}.stack"
+    stacked = mapper.with_stacks({f"{ATTENTION}.k_proj": (stack, 1)})
+    assert stacked.target(f"{ATTENTION}.k_proj.weight_scale") == Target(stack, "weight_scale", 1)
+    assert stacked.target(f"{ATTENTION}.q_proj.weight") == Target(f"{ATTENTION}.q_proj", "weight")
+    assert mapper.target(f"{ATTENTION}.k_proj.weight").slot == 0
+
+
+def test_modules(mapper: WeightMapper) -> None:
+    assert mapper.module_of("norm") == "model.norm"
+    assert mapper.module_of("model.layers.0") is None
+    assert mapper.modules_of("norm.weight") == ("norm", "model.norm")
+    assert mapper.modules_of("layers.0.self_attn.k_proj.weight.absmax") == (
+        "layers.0.self_attn.k_proj",
+        f"{ATTENTION}.k_proj",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", "rotary table"),
+        ("h.0.attn.masked_bias", "causal mask"),
+        ("h.0.attn.bias", "causal mask"),
+        ("embeddings.position_ids", "positions"),
+        ("model.layers.0.self_attn.k_scale", "key-value cache"),
+        ("model.layers.0.self_attn.k_proj.output_scale", "key-value cache"),
+    ],
+)
+def test_droppable(mapper: WeightMapper, name: str, reason: str) -> None:
+    assert reason in (mapper.why_dropped(name) or "")
+
+
+def test_real_biases_are_not_droppable(mapper: WeightMapper) -> None:
+    assert mapper.why_dropped(f"{ATTENTION}.q_proj.bias") is None
+    assert mapper.why_dropped("model.layers.0.c_attn.bias") is None
+    assert mapper.why_dropped("model.layers.0.weight_scale") is None
+
+
+def test_conversions() -> None:
+    def convert(name: str) -> Conversion:
+        if "experts.3.up" in name:
+            return Conversion("model.layers.0.mlp.experts.gate_up_proj", Piece(3, 1, 2))
+        if "rope" in name:
+            return Conversion(name, refused="transformers permutes it")
+        return Conversion(name.replace("transformer.", "model."))
+
+    mapper = WeightMapper(MODULES, base_prefix="model", convert=convert)
+    experts = "model.layers.0.mlp.experts"
+    assert mapper.target(f"{experts}.3.up_proj.weight") == Target(
+        experts, "gate_up_proj", piece=Piece(3, 1, 2)
+    )
+    assert mapper.module_of(f"{experts}.3.up_proj") is None
+    assert mapper.target("transformer.norm.weight") == Target("model.norm", "weight")
+    assert "transformers permutes it" in mapper.explain("rope.weight")
+
+
+def test_explain(mapper: WeightMapper) -> None:
+    stacked = mapper.with_stacks({f"{ATTENTION}.k_proj": ("stack", 1)})
+    assert stacked.explain("model.norm.weight") == "model.norm.weight"
+    assert stacked.explain("norm.weight") == "norm.weight -> model.norm.weight"
+    assert "`weight` of slot 1 in stack" in stacked.explain(f"{ATTENTION}.k_proj.weight")
+    assert "dropped: rotary table" in stacked.explain("model.rotary_emb.inv_freq")
+    assert "nearest module `model.layers.0.mlp.gate_proj" in stacked.explain(
+        "model.layers.0.mlp.gate_prj.weight"
+    )
+
+
+def test_ignored_by_the_model_class() -> None:
+    mapper = WeightMapper(MODULES, may_ignore=(r"^mtp\.",))
+    assert mapper.why_dropped("mtp.fc.weight") == "left out by the model class"

@@ -1,0 +1,159 @@
+"""Fake quantization of inputs, bit for bit against compressed-tensors and against NumPy."""
+
+import compressed
+import pytest
+import torch
+from oracles import as_numpy, e4m3_values, fake_quantized, same_bits
+
+from quantload.errors import ConfigError
+from quantload.quant.activation import fake_quantize, token_codes
+from quantload.quant.grid import E4M3, INT8, int_grid
+from quantload.quant.scheme import PRESETS, InputScheme
+
+NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+PRESET_INPUTS = [(name, PRESETS[name].input) for name in ("W8A8", "FP8_DYNAMIC", "FP8_BLOCK")]
+
+
+def arguments(**fields):
+    return compressed.library().QuantizationArgs(dynamic=True, **fields)
+
+
+def normal(dtype):
+    return torch.randn(2, 5, 256).to(dtype)
+
+
+def with_outliers(dtype):
+    x = torch.randn(2, 5, 256)
+    x[0, 1, 7], x[1, :, 200] = 300.0, -70.0
+    return x.to(dtype)
+
+
+def with_zeros(dtype):
+    x = torch.randn(2, 5, 256)
+    x[0, 2], x[1, 3, :128], x[1, 4], x[0, :, ::3] = 0.0, 0.0, -0.0, -0.0
+    return x.to(dtype)
+
+
+def tiny_and_huge(dtype):
+    info = torch.finfo(dtype)
+    x = torch.randn(2, 5, 256).clamp(-2.0, 2.0).to(torch.float64)
+    x[0] *= info.smallest_normal / 16
+    x[1] *= info.max / 4
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize(("name", "scheme"), PRESET_INPUTS)
+@pytest.mark.parametrize("make", [normal, with_outliers, with_zeros, tiny_and_huge])
+def test_presets_equal_compressed_tensors(make, name, scheme, dtype):
+    x = make(dtype)
+    expected = compressed.fake_quantized(x, compressed.preset(name).input_activations)
+    assert same_bits(fake_quantize(x, scheme), expected)
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "scheme"),
+    [
+        ({"strategy": "token"}, {"granularity": "token"}),
+        ({"strategy": "tensor"}, {"granularity": "tensor"}),
+        ({"strategy": "group", "group_size": 64}, {"granularity": "group", "group_size": 64}),
+    ],
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_equal_compressed_tensors(bits, strategy, scheme, symmetric, dtype):
+    args = arguments(num_bits=bits, type="int", symmetric=symmetric, **strategy)
+    x = torch.randn(2, 5, 256).to(dtype) + 0.25
+    ours = fake_quantize(x, InputScheme(grid=int_grid(bits), symmetric=symmetric, **scheme))
+    assert same_bits(ours, compressed.fake_quantized(x, args))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("name", "scheme"), PRESET_INPUTS)
+def test_nan_and_infinity_spoil_what_shares_their_scale(name, scheme, bad):
+    x = torch.randn(2, 5, 256)
+    x[0, 3, 2] = bad
+    ours = fake_quantize(x, scheme)
+    spoilt = ours.isnan()
+    width = 128 if scheme.granularity == "group" else 256
+    assert spoilt[0, 3, :width].all()
+    assert spoilt.sum() == width
+    expected = compressed.fake_quantized(x, compressed.preset(name).input_activations)
+    assert same_bits(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize(
+    ("grid", "values"), [(INT8, None), (int_grid(4), None), (E4M3, e4m3_values())]
+)
+@pytest.mark.parametrize("size", [None, 128, 48])
+def test_two_dimensions_and_a_ragged_last_group(size, grid, values, dtype):
+    x = torch.randn(4, 200).to(dtype)
+    x[1, :64] = 0.0
+    expected = torch.empty_like(x)
+    for token, row in enumerate(as_numpy(x)):
+        for start in range(0, 200, size or 200):
+            part = fake_quantized(
+                row[start : start + (size or 200)],
+                NAMES[dtype],
+                low=grid.low,
+                high=grid.high,
+                values=values,
+            )
+            expected[token, start : start + len(part)] = torch.from_numpy(part)
+    granularity = "token" if size is None else "group"
+    scheme = InputScheme(grid=grid, granularity=granularity, group_size=size)
+    assert same_bits(fake_quantize(x, scheme), expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (3, 0)])
+@pytest.mark.parametrize(("name", "scheme"), PRESET_INPUTS)
+def test_nothing_stays_nothing(name, scheme, shape):
+    assert name in PRESETS
+    assert fake_quantize(torch.empty(shape), scheme).shape == shape
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 4, 64)])
+def test_any_number_of_axes(shape):
+    x = torch.randn(shape)
+    ours = fake_quantize(x, InputScheme(grid=INT8, granularity="token"))
+    one_by_one = [
+        fake_quantize(token.reshape(1, -1), InputScheme(grid=INT8, granularity="token"))
+        for token in x.reshape(-1, 64)
+    ]
+    assert ours.shape == shape
+    assert same_bits(ours.reshape(-1, 64), torch.cat(one_by_one))
+
+
+def test_the_input_is_left_alone_and_strides_do_not_matter():
+    x = torch.randn(3, 64, 5).transpose(1, 2)
+    before = x.clone()
+    scheme = InputScheme(grid=E4M3, granularity="group", group_size=32)
+    assert same_bits(fake_quantize(x, scheme), fake_quantize(x.contiguous(), scheme))
+    assert same_bits(x, before)
+
+
+@pytest.mark.parametrize("grid", [INT8, E4M3])
+def test_codes_of_tokens_are_what_fake_quantization_means(grid):
+    x = torch.randn(6, 96, dtype=torch.bfloat16)
+    scheme = InputScheme(grid=grid, granularity="token")
+    codes, scale = token_codes(x, scheme)
+    assert codes.dtype == grid.storage
+    assert scale.shape == (6, 1)
+    assert torch.equal(codes.to(torch.bfloat16) * scale, fake_quantize(x, scheme))
+
+
+def test_codes_of_tokens_do_not_look_for_nan():
+    x = torch.full((2, 8), torch.nan)
+    _, scale = token_codes(x, InputScheme(grid=INT8, granularity="token"))
+    assert scale.isnan().all()
+
+
+def test_static_schemes_are_refused():
+    scheme = InputScheme(grid=INT8, granularity="tensor", dynamic=False)
+    with pytest.raises(ConfigError) as error:
+        fake_quantize(torch.ones(1, 4), scheme)
+    assert str(error.value) == (
+        "static input scales are not supported yet, found `dynamic = false`"
+    )

@@ -1,0 +1,239 @@
+"""Schemes: presets against compressed-tensors, names, group sizes that fit."""
+
+from dataclasses import replace
+
+import compressed
+import pytest
+
+from quantload.errors import ConfigError, UnknownScheme
+from quantload.quant.grid import E4M3, INT8, int_grid
+from quantload.quant.scheme import (
+    DENSE,
+    PRESETS,
+    SERVED_GROUP_SIZES,
+    InputScheme,
+    WeightScheme,
+    parse_scheme,
+)
+
+ALL_NAMES = (
+    "`FP8_BLOCK`, `FP8_DYNAMIC`, `W4A16`, `W4A16_ASYM`, `W8A16`, `W8A8`, `dense`; "
+    "`keep` leaves a module as it is"
+)
+
+
+def described(scheme):
+    """A scheme of ours in the words of compressed-tensors."""
+    block = getattr(scheme, "block", None)
+    return {
+        "num_bits": scheme.grid.bits,
+        "type": "float" if scheme.grid.is_float8 else "int",
+        "symmetric": scheme.symmetric,
+        "strategy": scheme.granularity,
+        "group_size": scheme.group_size,
+        "block_structure": None if block is None else list(block),
+        "dynamic": getattr(scheme, "dynamic", False),
+        "actorder": None,
+    }
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"dense"}))
+def test_presets_are_those_of_compressed_tensors(name):
+    theirs = compressed.preset(name)
+    assert PRESETS[name].name == name
+    for ours, args in (
+        (PRESETS[name].weight, theirs.weights),
+        (PRESETS[name].input, theirs.input_activations),
+    ):
+        if ours is None:
+            assert args is None
+            continue
+        assert described(ours) == {name: getattr(args, name) for name in described(ours)}
+        assert (args.scale_dtype, args.pytorch_dtype()) == (None, ours.grid.storage)
+    assert theirs.output_activations is None
+
+
+def test_dense_is_the_only_preset_of_our_own():
+    shared = set(PRESETS) & set(compressed.library().PRESET_SCHEMES)
+    assert shared == {"W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK"}
+    assert set(PRESETS) - shared == {"dense"}
+    assert (DENSE.weight, DENSE.input) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "fields", "block"),
+    [
+        ("tensor", {}, (6, 40)),
+        ("channel", {}, (1, 40)),
+        ("group", {"group_size": 8}, (1, 8)),
+        ("block", {"block": (2, 3)}, (2, 3)),
+    ],
+)
+def test_rows_and_columns_that_share_a_scale(granularity, fields, block):
+    scheme = WeightScheme(grid=INT8, granularity=granularity, **fields)
+    assert scheme.block_of(6, 40) == block
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_names_are_read_in_any_case(name):
+    for text in (name, name.lower(), name.upper(), f"  {name} "):
+        assert parse_scheme(text) is PRESETS[name]
+
+
+def test_a_group_size_after_the_name_or_beside_it():
+    expected = replace(PRESETS["W4A16"], weight=replace(PRESETS["W4A16"].weight, group_size=64))
+    for text in ("W4A16:g64", "w4a16:G64", "W4A16 : g64"):
+        assert parse_scheme(text) == expected
+    assert parse_scheme("W4A16", group_size=64) == expected
+    assert parse_scheme("W4A16:g64", group_size=64) == expected
+    assert parse_scheme("W4A16:g128") == PRESETS["W4A16"]
+
+
+def test_one_scale_a_channel():
+    scheme = parse_scheme("W8A16:channel")
+    assert scheme == parse_scheme("w8a16:Channel")
+    assert scheme.weight == WeightScheme(grid=int_grid(8), granularity="channel")
+
+
+@pytest.mark.parametrize(
+    "text", [*PRESETS, "W4A16:g32", "W4A16_ASYM:g64", "W8A16:channel", "W4A16:g256"]
+)
+def test_a_scheme_prints_as_it_is_written(text):
+    assert str(parse_scheme(text)) == text
+    assert parse_scheme(str(parse_scheme(text))) == parse_scheme(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("W4A15", "did you mean `W4A16`? "),
+        ("fp8_dynamc", "did you mean `FP8_DYNAMIC`? "),
+        ("dens", "did you mean `dense`? "),
+        ("W4A16g64", "did you mean `W4A16`? "),
+        ("xyz", ""),
+        ("", ""),
+    ],
+)
+def test_unknown_schemes_name_a_near_one(text, hint):
+    with pytest.raises(UnknownScheme) as error:
+        parse_scheme(text)
+    assert str(error.value) == (f"no such scheme: `{text}`\n\nhint: {hint}schemes are {ALL_NAMES}")
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "message"),
+    [
+        (
+            "W4A16:g64",
+            32,
+            "two group sizes for one scheme: `W4A16:g64` and `group_size = 32`",
+        ),
+        (
+            "W4A16:channel",
+            32,
+            "two group sizes for one scheme: `W4A16:channel` and `group_size = 32`",
+        ),
+        (
+            "W8A8:g64",
+            None,
+            "scheme `W8A8` takes no group size: found `W8A8:g64`\n\n"
+            "hint: only group-wise schemes such as `W4A16` take `:g64` or `:channel`",
+        ),
+        (
+            "dense",
+            64,
+            "scheme `dense` takes no group size: found `dense, group_size = 64`\n\n"
+            "hint: only group-wise schemes such as `W4A16` take `:g64` or `:channel`",
+        ),
+        (
+            "FP8_BLOCK:channel",
+            None,
+            "scheme `FP8_BLOCK` takes no group size: found `FP8_BLOCK:channel`\n\n"
+            "hint: only group-wise schemes such as `W4A16` take `:g64` or `:channel`",
+        ),
+        (
+            "W4A16:64",
+            None,
+            "unknown scheme suffix: `64` in `W4A16:64`, expected `g` and a number, or `channel`"
+            "\n\nhint: for example `W4A16:g64`",
+        ),
+        (
+            "W4A16:",
+            None,
+            "unknown scheme suffix: `` in `W4A16:`, expected `g` and a number, or `channel`"
+            "\n\nhint: for example `W4A16:g64`",
+        ),
+        (
+            "W8A16:g0",
+            None,
+            "unknown scheme suffix: `g0` in `W8A16:g0`, expected `g` and a number, or `channel`"
+            "\n\nhint: for example `W8A16:g64`",
+        ),
+        (
+            "W4A16:g48",
+            None,
+            "group size `48` in `W4A16:g48` is not served by any engine, expected a power of two "
+            "of at least 16\n\nhint: use 32, 64 or 128",
+        ),
+        (
+            "W4A16",
+            8,
+            "group size `8` in `W4A16, group_size = 8` is not served by any engine, expected a "
+            "power of two of at least 16\n\nhint: use 32, 64 or 128",
+        ),
+        (
+            "W4A16",
+            -64,
+            "unknown scheme suffix: `g-64` in `W4A16, group_size = -64`, expected `g` and a "
+            "number, or `channel`\n\nhint: for example `W4A16:g64`",
+        ),
+    ],
+)
+def test_group_sizes_that_make_no_sense(text, size, message):
+    with pytest.raises(ConfigError) as error:
+        parse_scheme(text, group_size=size)
+    assert str(error.value) == message
+
+
+# -- fitting -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "size"),
+    [
+        ("W4A16", 4096, 128),
+        ("W4A16", 192, 64),
+        ("W4A16", 96, 32),
+        ("W4A16", 100, None),
+        ("W4A16:g32", 4096, 32),
+        ("W4A16:g32", 48, None),
+        ("W4A16:g64", 96, 32),
+        ("W4A16:g256", 384, 128),
+        ("W4A16:g16", 48, 16),
+        ("W4A16:g16", 24, None),
+    ],
+)
+def test_a_group_size_falls_to_one_that_divides(text, columns, size):
+    fitted = parse_scheme(text).fitted(columns)
+    if size is None:
+        assert fitted is None
+    else:
+        assert fitted == parse_scheme("W4A16", group_size=size)
+
+
+@pytest.mark.parametrize("text", ["dense", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16:channel"])
+def test_schemes_without_groups_fit_any_width(text):
+    scheme = parse_scheme(text)
+    assert scheme.fitted(77) is scheme
+
+
+def test_the_group_sizes_that_engines_serve():
+    assert SERVED_GROUP_SIZES == (128, 64, 32)
+
+
+def test_inputs_are_dynamic_and_symmetric_unless_said_otherwise():
+    scheme = InputScheme(grid=E4M3, granularity="token")
+    assert (scheme.dynamic, scheme.symmetric, scheme.group_size) == (True, True, None)
