@@ -235,7 +235,7 @@ def _as_float(value: Tensor, dtype: torch.dtype, job: Job) -> Tensor:
 def _fitting(value: QuantTensor | Tensor, dtype: torch.dtype, job: Job) -> Tensor:
     """Return the tensor in the dtype of its place; only floats are cast."""
     if isinstance(value, QuantTensor):
-        return value.dequantize(dtype)
+        return value.evaluated_in(dtype).dequantize(dtype)
     if dtype.is_floating_point:
         return _as_float(value, dtype, job)
     if value.dtype != dtype:

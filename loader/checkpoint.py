@@ -83,7 +83,7 @@ class Checkpoint:
         entry = self.tensors.get(tensor_name)
         if entry is None:
             raise MissingTensor(f"tensor `{tensor_name}` is not in `{self.name}`")
-        return read_entry(entry)
+        return unpermute_rows(read_entry(entry), entry.interleaved_heads)
 
 
 def read_entry(entry: TensorEntry) -> Tensor:
@@ -109,3 +109,26 @@ def _read_into(entry: TensorEntry, buffer: memoryview) -> None:
                     hint="the file is truncated; download it again",
                 )
             done += got
+
+
+def unpermute_rows(tensor: Tensor, heads: int) -> Tensor:
+    """Put rows that GGUF stores interleaved head by head into the Hugging Face order.
+
+    Args:
+        tensor: [heads * D, ...] any dtype; rows are moved as a whole.
+        heads: `TensorEntry.interleaved_heads`; 0 returns the tensor as it is.
+
+    Returns:
+        [heads * D, ...], of each head its rows 0, 2, 4, ..., then its rows 1, 3, 5, ...
+
+    Raises:
+        ShapeError: The rows are not `heads` heads of an even number of rows.
+    """
+    if heads == 0:
+        return tensor
+    if tensor.shape[0] % (2 * heads):
+        raise ShapeError(
+            f"`{tensor.shape[0]}` rows, expected `{heads}` heads of an even number of rows"
+        )
+    pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)

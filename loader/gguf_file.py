@@ -4,7 +4,7 @@ Architectures: llama (with Mistral and others that are stored as llama), qwen2, 
 exactly the tensors of its architecture, in the shapes that its metadata says, or it is an error.
 
 In a llama file the rows of q and k, weights and biases, are in the order of Meta's rotary
-embedding: the two halves of each head interleaved. `unpermute_rows` restores the order of
+embedding: the two halves of each head interleaved. `Checkpoint.read` restores the order of
 transformers.
 
 Letters: D size of a head.
@@ -85,29 +85,6 @@ def open_gguf(path: Path) -> Checkpoint:
         tensors={name: tensors[name] for name in sorted(tensors, key=_natural_order)},
         gguf_file=path,
     )
-
-
-def unpermute_rows(tensor: Tensor, heads: int) -> Tensor:
-    """Put rows that GGUF stores interleaved head by head into the Hugging Face order.
-
-    Args:
-        tensor: [heads * D, ...] any dtype; rows are moved as a whole.
-        heads: `TensorEntry.interleaved_heads`; 0 returns the tensor as it is.
-
-    Returns:
-        [heads * D, ...], of each head its rows 0, 2, 4, ..., then its rows 1, 3, 5, ...
-
-    Raises:
-        ShapeError: The rows are not `heads` heads of an even number of rows.
-    """
-    if heads == 0:
-        return tensor
-    if tensor.shape[0] % (2 * heads):
-        raise ShapeError(
-            f"`{tensor.shape[0]}` rows, expected `{heads}` heads of an even number of rows"
-        )
-    pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 def _map_tensors(

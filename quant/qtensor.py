@@ -133,6 +133,15 @@ class QuantTensor:
         moved: dict[str, Any] = {name: part.to(device) for name, part in self.tensors().items()}
         return replace(self, **moved)
 
+    def evaluated_in(self, dtype: torch.dtype) -> QuantTensor:
+        """Return the tensor for a model that runs in `dtype`: evaluated in no narrower dtype.
+
+        A model in float32 gets products of bfloat16 scales unrounded, as transformers, which casts
+        scales to the model's dtype, and kernels, which multiply in float32, compute them.
+        """
+        wider = torch.promote_types(self.evaluation.dtype, dtype)
+        return replace(self, evaluation=replace(self.evaluation, dtype=wider))
+
     # -- values --------------------------------------------------------------------------------
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -34,7 +34,6 @@ from torch import Tensor
 from quantload.errors import UnsupportedVariant
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
 from quantload.loader.formats.dense import dense_weight
-from quantload.loader.gguf_file import unpermute_rows
 from quantload.loader.source import SourceWeight
 from quantload.quant.grid import E2M1, Grid, int_grid, uint_grid
 from quantload.quant.qtensor import Evaluation, QuantTensor
@@ -116,7 +115,7 @@ class GgufReader:
         """Read a weight [N, K], rows in the order of transformers: canonical or float."""
         name = weight.leaves["weight"]
         entry = self._checkpoint.tensors[name]
-        stored = unpermute_rows(self._checkpoint.read(name), entry.interleaved_heads)
+        stored = self._checkpoint.read(name)
         if not entry.block_type:
             return stored
         block_type = _BLOCK_TYPES[entry.block_type]

@@ -6,12 +6,13 @@ import warnings
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from quantload import api
+from quantload.loader.plan import PlanOptions
 from quantload.quant.metrics import kl_divergence
 
-WEIGHT_ONLY = ["W4A16", "W4A16:g32", "W4A16_ASYM", "W8A16", "dense"]
+WEIGHT_ONLY = ["W4A16", "W4A16:g32", "W8A16", "dense"]
 WITH_INPUTS = ["W8A8", "FP8_DYNAMIC", "FP8_BLOCK"]
 
 
@@ -30,10 +31,17 @@ def converted(base_model, tmp_path_factory):
     return get
 
 
-def in_transformers(folder):
+def in_transformers(folder, **arguments):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the other library, while it loads
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **arguments)
+    return model.eval()
+
+
+def dequantized_in_transformers(folder):
+    """transformers 5.24 with compressed-tensors 0.20.1 loads packed zero points only this way: else
+    it expects them unpacked, also in checkpoints that llm-compressor wrote."""
+    return in_transformers(folder, quantization_config=CompressedTensorsConfig(dequantize=True))
 
 
 def tokens():
@@ -48,6 +56,26 @@ def test_weight_only_logits_agree(converted, scheme):
     expected = in_transformers(folder)(ids, use_cache=False).logits
     got = api.load(folder, device="cpu", dtype=torch.float32)(ids, use_cache=False).logits
     assert (got - expected).norm() / expected.norm() < 1e-5
+
+
+@torch.no_grad()
+def test_asymmetric_logits_agree(base_model, tmp_path):
+    folder = tmp_path / "out"
+    api.convert(base_model, folder, "W4A16_ASYM", options=PlanOptions(dtype=torch.float32))
+    expected = dequantized_in_transformers(folder)(tokens(), use_cache=False).logits
+    got = api.load(folder, device="cpu")(tokens(), use_cache=False).logits
+    assert (got - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A16"])
+@torch.no_grad()
+def test_dequantized_output_has_the_bits_of_transformers(converted, tmp_path, scheme):
+    """`convert --scheme dense` of an output equals what transformers dequantizes, bit for bit."""
+    api.convert(converted(scheme), tmp_path / "dense", "dense")
+    expected = dequantized_in_transformers(converted(scheme)).state_dict()
+    got = in_transformers(tmp_path / "dense").state_dict()
+    for name, weight in got.items():
+        assert torch.equal(weight, expected[name]), name
 
 
 @pytest.mark.parametrize("scheme", WITH_INPUTS)

@@ -21,7 +21,8 @@ from quantload.errors import (
 )
 from quantload.loader.checkpoint import Checkpoint
 from quantload.loader.formats.gguf import GgufReader
-from quantload.loader.gguf_file import open_gguf, unpermute_rows
+from quantload.loader.checkpoint import unpermute_rows
+from quantload.loader.gguf_file import open_gguf
 from quantload.quant.qtensor import QuantTensor
 
 SHARED = Path(__file__).parents[2] / "../shared/checkpoints/gguf-0.19.0"
@@ -41,7 +42,7 @@ def test_every_tensor_is_read_under_its_name(tmp_path, architecture, tied):
     assert set(checkpoint.tensors) == set(stored)
     for name, expected in stored.items():
         entry = checkpoint.tensors[name]
-        found = unpermute_rows(checkpoint.read(name), entry.interleaved_heads)
+        found = checkpoint.read(name)
         assert torch.equal(found, torch.from_numpy(expected)), name
 
 
@@ -51,7 +52,7 @@ def test_biases_of_q_and_k_are_interleaved_like_their_rows(tmp_path):
         name = f"model.layers.1.self_attn.{letter}_proj.bias"
         entry = checkpoint.tensors[name]
         assert entry.interleaved_heads == heads
-        found = unpermute_rows(checkpoint.read(name), heads)
+        found = checkpoint.read(name)
         assert torch.equal(found, torch.from_numpy(stored[name]))
 
 

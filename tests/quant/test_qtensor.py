@@ -237,6 +237,7 @@ def test_aligned_cuts_keep_the_block():
     assert tensor.rows(1, 7).block == (1, 4)
     assert tensor.columns(2, 8).block == (2, 2)
     assert tensor.columns(5, 7).block == (2, 2)
+    assert tensor.columns(1, 4).block == (2, 3)
 
 
 def test_outer_grows_rows_only_where_a_member_has_one():

@@ -187,6 +187,12 @@ def test_the_longest_cover_of_any_alias_counts():
     assert [str(rule) for rule in resolution.undecided] == ["x. = W4A16"]
 
 
+def test_the_longest_cover_of_one_rule_counts():
+    modules = {"a.b.c.d": ("a.b.c.d", "c.d")}
+    config = QuantConfig.from_options(None, ["*.c=W8A8", "a.b.=W4A16"])
+    assert str(resolve(config, modules).decisions["a.b.c.d"].rule) == "*.c = W8A8"
+
+
 def test_rules_that_match_but_never_decide():
     config = QuantConfig.from_options(
         None, ["model.=W4A16", "model.layers.=W8A16", "model.layers.=W8A8", "*.q=keep"]
