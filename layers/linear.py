@@ -135,7 +135,9 @@ class QuantLinear(nn.Module):
         quantized = [w for w in weights if isinstance(w, QuantTensor)]
         if len(quantized) < len(weights):
             dense = [
-                w.evaluated_in(self.dtype).dequantize(self.dtype) if isinstance(w, QuantTensor) else w
+                w.evaluated_in(self.dtype).dequantize(self.dtype)
+                if isinstance(w, QuantTensor)
+                else w
                 for w in weights
             ]
             note = "" if self.scheme.weight is None else "decoded to full precision by its format"

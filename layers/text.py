@@ -34,7 +34,7 @@ class _CallbackStreamer(TextStreamer):
     """Hands finished pieces of text to a function instead of printing them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, emit: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._emit = emit
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantload.errors import CheckpointError, HeaderError, MissingTensor
+from quantload.errors import CheckpointError, HeaderError, MissingTensor, ShapeError
 
 
 @dataclass(frozen=True)

@@ -31,17 +31,18 @@ def converted(base_model, tmp_path_factory):
     return get
 
 
-def in_transformers(folder, **arguments):
+def in_transformers(folder, *, dtype=torch.float32, **arguments):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the other library, while it loads
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **arguments)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments)
     return model.eval()
 
 
-def dequantized_in_transformers(folder):
+def dequantized_in_transformers(folder, *, dtype=torch.float32):
     """transformers 5.24 with compressed-tensors 0.20.1 loads packed zero points only this way: else
     it expects them unpacked, also in checkpoints that llm-compressor wrote."""
-    return in_transformers(folder, quantization_config=CompressedTensorsConfig(dequantize=True))
+    config = CompressedTensorsConfig(dequantize=True)
+    return in_transformers(folder, dtype=dtype, quantization_config=config)
 
 
 def tokens():
@@ -72,8 +73,8 @@ def test_asymmetric_logits_agree(base_model, tmp_path):
 def test_dequantized_output_has_the_bits_of_transformers(converted, tmp_path, scheme):
     """`convert --scheme dense` of an output equals what transformers dequantizes, bit for bit."""
     api.convert(converted(scheme), tmp_path / "dense", "dense")
-    expected = dequantized_in_transformers(converted(scheme)).state_dict()
-    got = in_transformers(tmp_path / "dense").state_dict()
+    expected = dequantized_in_transformers(converted(scheme), dtype=torch.bfloat16).state_dict()
+    got = in_transformers(tmp_path / "dense", dtype=torch.bfloat16).state_dict()
     for name, weight in got.items():
         assert torch.equal(weight, expected[name]), name
 

@@ -27,7 +27,7 @@ from tiny_vocabulary import (
 )
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.integrations.gguf import gguf_tokenizer_mapping
 
 from quantload.loader import gguf_tokenizer
 from quantload.loader.gguf_tokenizer import write_tokenizer
@@ -103,7 +103,10 @@ def test_smollm2_special_tokens_and_template(smollm2):
 
 @pytest.mark.parametrize("name", ["llama3", "llama-v3", "llama-bpe", "qwen2", "tekken"])
 def test_splits_are_those_of_transformers(name):
-    assert gguf_tokenizer._PRE[name].splits == (GGUF_PRE_TOKENIZER_SPLITS[name],)
+    table = getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", None)
+    if table is None:
+        pytest.skip("this transformers has no table of splits")
+    assert gguf_tokenizer._PRE[name].splits == (table[name],)
 
 
 @pytest.mark.parametrize(

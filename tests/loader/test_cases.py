@@ -1,0 +1,191 @@
+"""Cases made from public bug reports: each is read right, or refused with the words it asks for."""
+
+import hashlib
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from converting import converted, opened
+from safetensors.torch import load_file
+
+from quantload.accuracy.verify import verify_sources
+from quantload.errors import QuantloadError
+from quantload.progress import Silent
+
+CASES = Path(__file__).parents[3] / "shared" / "cases"
+pytestmark = pytest.mark.skipif(not CASES.exists(), reason="no shared cases beside the repository")
+
+# What must be refused because the format is not read yet, by the word that the message names.
+NOT_READ = {
+    "BR015-nvfp4-gate-up-divisors": "nvfp4-pack-quantized",
+    "BR026-gptq-v1-v2-zeros": "gptq",
+    "BR028-awq-nibble-order": "awq",
+    "BR032-gptq-3bit": "gptq",
+    "BR036-partial-trailing-block": "fp8",
+    "BR039-mxfp4-scale-bias": "mxfp4-pack-quantized",
+    "BR067-lm-head-excluded-but-quantized": "modelopt",
+}
+REFUSED = ["BR054-fused-packed-experts", "BR096-truncated-shard", "BR097-header-lies"]
+READ = ["BR001-linear-suffix-ignore", "BR014-qkv-per-tensor-scales", "BR029-ct-packed-zero-points"]
+# Schemes of this project for the targets of the cases.
+SCHEMES = {"int4-g32": "W4A16:g32", "int8-channel": "W8A8", "fp8-channel": "FP8_DYNAMIC"}
+
+
+def _expected(case):
+    return json.loads((CASES / case / "expected.json").read_text())
+
+
+def _inputs(case):
+    return [CASES / case / name for name in _expected(case).get("inputs", ["input"])]
+
+
+def test_every_case_is_listed():
+    others = ["BR051-all-zero-groups", "BR069-kv-scale-names", "BR077-sidecar-files"]
+    others += ["BR083-mtp-tensors", "BR100-pickle-checkpoint"]
+    found = {path.name for path in CASES.glob("BR*/")}
+    assert found == {*NOT_READ, *REFUSED, *READ, *others}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_weights(case):
+    source = opened(CASES / case / "input")
+    expected = load_file(CASES / case / "expected.safetensors")
+    for name, values in expected.items():
+        weight = source.read_dense(name.removesuffix(".weight"))
+        assert torch.equal(weight.float(), values), name
+    stored = load_file(CASES / case / "input" / "model.safetensors")
+    for name in source.plain:
+        assert torch.equal(source.read_plain(name), stored[name])
+
+
+@pytest.mark.parametrize("case", READ)
+def test_weights_converted_to_full_precision(case, tmp_path):
+    output = opened(converted(CASES / case / "input", tmp_path / "out", "dense"))
+    for name, values in load_file(CASES / case / "expected.safetensors").items():
+        assert torch.equal(output.read_dense(name.removesuffix(".weight")).float(), values)
+
+
+def test_br001_which_modules_are_quantized():
+    source = opened(CASES / "BR001-linear-suffix-ignore" / "input")
+    for module, is_quantized in _expected("BR001-linear-suffix-ignore")["quantized"].items():
+        found = source.weights.get(module)
+        if found is not None:
+            assert found.is_quantized is is_quantized, module
+    assert "model.layers.0.self_attn.q_proj.linear" in source.weights
+
+
+@pytest.mark.parametrize("case", NOT_READ)
+def test_formats_that_are_not_read(case):
+    for folder in _inputs(case):
+        with pytest.raises(QuantloadError) as caught:
+            opened(folder)
+        assert f"`{NOT_READ[case]}` is not read" in str(caught.value)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_the_right_words(case):
+    for folder in _inputs(case):
+        before = time.perf_counter()
+        with pytest.raises(QuantloadError) as caught:
+            opened(folder)
+        assert time.perf_counter() - before < _expected(case).get("limits", {}).get("seconds", 10)
+        for word in _expected(case)["error_must_mention_all"]:
+            assert word.lower() in str(caught.value).lower()
+
+
+@pytest.mark.parametrize("target", SCHEMES)
+def test_br051_groups_of_zeros(target, tmp_path):
+    case = CASES / "BR051-all-zero-groups"
+    expected = _expected(case.name)
+    source = opened(case / "input")
+    output = opened(converted(case / "input", tmp_path / "out", SCHEMES[target]))
+    for name, places in expected["must_be_exactly_zero"].items():
+        module = name.removesuffix(".weight")
+        read = output.read_weight(module)
+        assert bool(read.scale.float().isfinite().all())
+        assert bool((read.scale >= 0).all())
+        values, weight = read.dequantize().float(), source.read_dense(module).float()
+        for row, columns in places:
+            part = values[row] if columns == "all" else values[row, columns[0] : columns[1]]
+            assert not part.any()
+        assert bool(((values - weight).abs() <= _bound(weight, target)).all())
+
+
+def _bound(weight, target):
+    if target == "int4-g32":
+        groups = weight.abs().unflatten(1, (-1, 32))
+        bound = groups.amax(2, keepdim=True).expand_as(groups).flatten(1) / 14
+    elif target == "int8-channel":
+        bound = weight.abs().amax(1, keepdim=True) / 254
+    else:
+        rows = weight.abs().amax(1, keepdim=True) / 448 * 2**-9
+        bound = torch.maximum(weight.abs() / 16, rows)
+    return bound * 1.01
+
+
+def test_br069_scales_of_the_cache_are_carried_along(tmp_path):
+    for folder in _inputs("BR069-kv-scale-names"):
+        stored = {}
+        for file in folder.glob("*.safetensors"):
+            stored |= load_file(file)
+        scales = {n: t for n, t in stored.items() if n.endswith("_scale") and "weight" not in n}
+        assert scales
+        output = opened(converted(folder, tmp_path / folder.name, "W8A8"))
+        assert all(torch.equal(output.read_plain(name), scales[name]) for name in scales)
+        config = output.checkpoint.quantization_config
+        before = json.loads((folder / "config.json").read_text())["quantization_config"]
+        assert config["kv_cache_scheme"] == before["kv_cache_scheme"] is not None
+
+
+def test_br077_side_files(tmp_path):
+    case = CASES / "BR077-sidecar-files"
+    expected = _expected(case.name)
+    source = shutil.copytree(case / "input", tmp_path / "source", symlinks=True)
+    output = converted(source, tmp_path / "out", "W4A16:g32")
+    assert opened(output).is_quantized
+    for name, digest in expected["must_copy_bit_identical"].items():
+        assert hashlib.sha256((output / name).read_bytes()).hexdigest() == digest, name
+    for name in expected["must_not_copy"]:
+        assert not (output / name).exists() or name.startswith("model"), name
+    wanted = {*expected["must_copy_bit_identical"], *expected["may_copy"]}
+    written = {f.relative_to(output).as_posix() for f in output.rglob("*") if f.is_file()}
+    assert written - wanted == {"config.json", "model.safetensors"}
+    before, after = (json.loads((f / "config.json").read_text()) for f in (source, output))
+    for key in expected["config_json"]["must_equal_source_except"]:
+        before.pop(key, None)
+        after.pop(key, None)
+    assert before == after
+
+
+def test_br083_layers_that_the_model_does_not_have(tmp_path):
+    case = CASES / "BR083-mtp-tensors"
+    output = opened(converted(case / "input", tmp_path / "out", "W4A16:g32", max_shard_bytes=40_000))
+    ignored = set(output.checkpoint.quantization_config["ignore"])
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    expected = load_file(case / "expected.safetensors")
+    for name in _expected(case.name)["extra_tensors"]:
+        module = name.removesuffix(".weight")
+        if module not in output.weights:
+            assert torch.equal(output.read_plain(name), expected[name])
+            assert name in index["weight_map"]
+        elif output.weights[module].is_quantized:
+            error = (output.read_dense(module).float() - expected[name].float()).abs()
+            assert bool((error <= _bound(expected[name].float(), "int4-g32")).all())
+        else:
+            assert module in ignored
+            assert torch.equal(output.read_dense(module), expected[name])
+    assert verify_sources(output, opened(case / "input"), Silent()).passed
+
+
+def test_br100_pickles_are_not_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused, read = _inputs("BR100-pickle-checkpoint")
+    with pytest.raises(QuantloadError, match="safetensors"):
+        opened(refused)
+    assert len(opened(read).weights) == 9
+    output = converted(read, tmp_path / "out", "W8A8")
+    assert not list(output.glob("*.bin"))
+    assert not (tmp_path / "PICKLE_WAS_EXECUTED").exists()
