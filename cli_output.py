@@ -174,8 +174,10 @@ def show_plan(plan: Plan, *, every: bool = False) -> None:
     """Print a plan as a table."""
     table = make_table(
         f"Plan for {plan.source.checkpoint.name} ({plan.source.format_name})",
-        [("module", False), ("n", True), ("shape", False), ("from", False), ("to", False)]
-        + [("bytes each", True), ("why", False)],
+        [
+            *[("module", False), ("n", True), ("shape", False), ("from", False), ("to", False)],
+            *[("bytes each", True), ("why", False)],
+        ],
     )
     rows = [
         (
@@ -283,8 +285,10 @@ def show_inspect(source: Source, *, every: bool = False) -> None:
     architectures = ", ".join(map(str, named)) if isinstance(named, list) and named else "?"
     table = make_table(
         f"{source.checkpoint.name}: {architectures}, format {source.format_name}",
-        [("module", False), ("n", True), ("shape", False), ("holds", False), ("bits/weight", True)]
-        + [("bytes each", True), ("decided by", False)],
+        [
+            *[("module", False), ("n", True), ("shape", False), ("holds", False)],
+            *[("bits/weight", True), ("bytes each", True), ("decided by", False)],
+        ],
     )
     rows = [
         (
@@ -347,8 +351,10 @@ def show_verify(report: VerifyReport, *, worst: int = 10, every: bool = False) -
     title = "All layers" if every else f"The {len(shown)} layers with the largest error"
     table = make_table(
         title,
-        [("module", False), ("scheme", False), ("bits/weight", True), ("error", True)]
-        + [("SQNR dB", True), ("floor", True)],
+        [
+            *[("module", False), ("scheme", False), ("bits/weight", True), ("error", True)],
+            *[("SQNR dB", True), ("floor", True)],
+        ],
     )
     for layer in shown:
         table.add_row(

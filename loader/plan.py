@@ -272,7 +272,7 @@ def _working_dtype(weight: SourceWeight, source: Source, options: PlanOptions) -
 
 
 def _kept_rows(source: Source, options: PlanOptions) -> list[PlanRow]:
-    """Return rows for tensors of two or more dimensions that no scheme can reach: none is silent."""
+    """Return rows for tensors of two or more dimensions that no scheme reaches: none is silent."""
     rows = []
     for entry in source.plain.values():
         if len(entry.shape) < 2 or entry.dtype not in FLOAT_DTYPES:

@@ -1,4 +1,4 @@
-"""The shape of the package: who imports whom, how big it is, what an import costs, what is public."""
+"""The shape of the package: who imports whom, how big it is, what imports cost, what is public."""
 
 import ast
 import re
@@ -255,7 +255,9 @@ def test_every_test_asserts(path):
     checkers = {
         node.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("test_") and _checks(node, set())
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("test_")
+        and _checks(node, set())
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):

@@ -153,7 +153,10 @@ def test_a_split_group(tmp_path, folder):
         (("--scheme", "W8A8", "--dtype", "int8"), "error: unknown dtype: `int8`, expected one of"),
         (("--scheme", "W8A8", "--max-shard-size", "big"), "error: not a size: `big`"),
         (("--group-size", "64", "--rule", "lm_head=W8A16"), "`--group-size` is that of `--scheme`"),
-        (("--scheme", "W8A8", "--config", "none.toml"), "error: cannot read rules from `none.toml`"),
+        (
+            ("--scheme", "W8A8", "--config", "none.toml"),
+            "error: cannot read rules from `none.toml`",
+        ),
         (("--on-split", "maybe"), "Invalid value for '--on-split'"),
         (("--unknown",), "No such option"),
     ],
@@ -304,7 +307,9 @@ def test_sizes(text, expected):
     assert parse_size(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "0.0GB", "0.1B", "5 PB", "1e3", "9" * 400, "5GB5"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-1GB", "0", "0.0GB", "0.1B", "5 PB", "1e3", "9" * 400, "5GB5"]
+)
 def test_what_is_no_size(text):
     with pytest.raises(ConfigError, match="not a size"):
         parse_size(text)

@@ -16,8 +16,8 @@ import quantload
 from quantload import errors
 from quantload.layers.meta_model import build_on_meta
 from quantload.loader.open import open_checkpoint
-from quantload.quant.qtensor import Evaluation, QuantTensor
 from quantload.quant.grid import INT8
+from quantload.quant.qtensor import Evaluation, QuantTensor
 
 DOWN = "model.layers.0.mlp.down_proj"
 
@@ -69,7 +69,9 @@ def source_not_found(folder):
 
 
 def unknown_format(folder):
-    quantload.inspect(_retold(folder, lambda c: c.update(quantization_config={"quant_method": "gptq"})))
+    quantload.inspect(
+        _retold(folder, lambda c: c.update(quantization_config={"quant_method": "gptq"}))
+    )
 
 
 def unsupported_variant(folder):
@@ -107,7 +109,9 @@ def output_error(folder):
 def shape_error(folder):
     codes = torch.zeros(2, 4, dtype=torch.int8)
     scale = torch.ones(3, 1)
-    QuantTensor(grid=INT8, codes=codes, scale=scale, block=(1, 4), evaluation=Evaluation(torch.float32))
+    QuantTensor(
+        grid=INT8, codes=codes, scale=scale, block=(1, 4), evaluation=Evaluation(torch.float32)
+    )
 
 
 def model_error(folder):
@@ -127,11 +131,31 @@ RAISED = [
     (header_error, errors.HeaderError, "not a sound safetensors file: ", "download it again"),
     (missing_tensor, errors.MissingTensor, f"tensor `{DOWN}.weight_scale` is missing in", ""),
     (unexpected_tensor, errors.UnexpectedTensor, "model.extra", ""),
-    (non_finite_weight, errors.NonFiniteWeight, f"weight of `{DOWN}` cannot be quantized", "keep it with"),
+    (
+        non_finite_weight,
+        errors.NonFiniteWeight,
+        f"weight of `{DOWN}` cannot be quantized",
+        "keep it with",
+    ),
     (source_not_found, errors.SourceNotFound, "no such folder or file: `", "a hub id has the form"),
-    (unknown_format, errors.UnknownFormat, "quantization format `gptq` is not read", "dequantize it"),
-    (unsupported_variant, errors.UnsupportedVariant, "with a `transform_config` are not read", "convert"),
-    (format_mismatch, errors.FormatMismatch, "for a 8-bit weight", "config group `group_0` says 8 bits"),
+    (
+        unknown_format,
+        errors.UnknownFormat,
+        "quantization format `gptq` is not read",
+        "dequantize it",
+    ),
+    (
+        unsupported_variant,
+        errors.UnsupportedVariant,
+        "with a `transform_config` are not read",
+        "convert",
+    ),
+    (
+        format_mismatch,
+        errors.FormatMismatch,
+        "for a 8-bit weight",
+        "config group `group_0` says 8 bits",
+    ),
     (unknown_scheme, errors.UnknownScheme, "no such scheme: `W4A61`", "did you mean `W4A16`?"),
     (unused_rule, errors.UnusedRule, "1 rule matches nothing: `model.layer.0.`", "did you mean"),
     (rule_splits_stack, errors.RuleSplitsStack, "rules split the fused group", "give all members"),
@@ -145,7 +169,9 @@ RAISED = [
 ELSEWHERE = {"QuantloadError", "FormatError", "AccuracyError", "NotComparable"}
 
 
-@pytest.mark.parametrize(("cause", "kind", "message", "hint"), RAISED, ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize(
+    ("cause", "kind", "message", "hint"), RAISED, ids=lambda v: getattr(v, "__name__", "")
+)
 def test_errors_that_users_meet(folder, cause, kind, message, hint):
     with pytest.raises(kind) as caught:
         cause(folder)
@@ -162,7 +188,9 @@ def test_errors_that_users_meet(folder, cause, kind, message, hint):
 
 
 def test_every_class_is_raised():
-    classes = {n for n, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__}
+    classes = {
+        n for n, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__
+    }
     assert classes == {kind.__name__ for _, kind, _, _ in RAISED} | ELSEWHERE
 
 

@@ -8,7 +8,7 @@ pack-quantized (integers of 2 to 8 bits)
                                               and 7 bits padded: W = ceil(K / (32 // b))
     weight_scale        float [N, G], [N, 1] or [1]
     weight_shape        int64 [2] = (N, K)
-    weight_zero_point   int32 [ceil(N * b / 32), G], packed like the weight but along N; or int8 [N, G]
+    weight_zero_point   int32 [ceil(N * b / 32), G], packed as the weight but along N; or int8 [N, G]
     weight_g_idx        int32 [K], the group of each column (act-order "group")
 int-quantized, naive-quantized
     weight              int8 [N, K];  weight_scale as above;  weight_zero_point int8
@@ -18,10 +18,10 @@ all
     w = (code - zero_point) * scale, evaluated in the scale's dtype
     input_scale, input_zero_point belong to static input quantization
 
-A `weight_g_idx` of -1 is a placeholder: groups are in order. Zero points of pack-quantized weights are
-packed where they are int32.
+A `weight_g_idx` of -1 is a placeholder: groups are in order. Zero points of pack-quantized weights
+are packed where they are int32.
 
-Source: compressed-tensors 0.17.0 to 0.20.1, `compressors/`; the padded layout was dense from 0.18.0 on.
+Source: compressed-tensors 0.17.0 to 0.20.1, `compressors/`; dense instead of padded from 0.18.0 on.
 """
 
 from __future__ import annotations
@@ -250,8 +250,7 @@ def _modules(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
 
 
 def _class_names(module: str) -> tuple[str, ...]:
-    """Class names of a module, as far as its name tells: a quantized weight is a Linear's or an
-    Embedding's."""
+    """Return the class that a name suggests: a quantized weight is a Linear's or an Embedding's."""
     is_embedding = "embed" in module.rpartition(".")[2]
     return ("Embedding",) if is_embedding else ("Linear",)
 
@@ -304,7 +303,7 @@ def _unpack(words: Tensor, grid: Grid, columns: int) -> Tensor:
 
 
 def _signed(fields: Tensor, grid: Grid) -> Tensor:
-    """u - 2^(b-1) in int8; wraps to the right value, also for 8 bits."""
+    """Return u - 2^(b-1) in int8; wraps to the right value, also for 8 bits."""
     return (fields - (1 << (grid.bits - 1))).view(torch.int8)
 
 

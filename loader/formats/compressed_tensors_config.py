@@ -4,7 +4,7 @@
     ignore          names, `re:` patterns or class names that are left out; beats targets
     format          of all groups, or "mixed-precision": look at each group
 
-A target is an exact module name, `re:` and a regular expression (`re.match`), or a class name; exact
+A target is an exact module name, `re:` and a regular expression (`re.match`), or a class name. Exact
 names beat regular expressions, which beat class names. Of two that match, the first in alphabetical
 order decides; of two groups with one target, the later.
 

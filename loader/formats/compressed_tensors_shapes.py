@@ -22,8 +22,9 @@ def weight_of(scheme: Scheme) -> WeightScheme:
 def scheme_as_stored(
     scheme: Scheme, scale: tuple[int, ...], shape: tuple[int, int], module: str
 ) -> Scheme:
-    """Return the scheme that a scale's shape shows: one scale a row may stand where the config says
-    one a tensor.
+    """Return the scheme that a scale's shape shows.
+
+    One scale a row may stand where the config says one a tensor.
 
     Raises:
         FormatMismatch: The shape does not fit the scheme.

@@ -177,7 +177,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "message"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("fault", "message"), FAULTS, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_planted_faults(tmp_path, source, fault, message):
     output = converted(source, tmp_path / "out", "W4A16:g32")
     assert _verify(output, source).passed

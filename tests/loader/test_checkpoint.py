@@ -29,7 +29,9 @@ def test_file_cut_after_opening(tmp_path):
     last = max(checkpoint.tensors.values(), key=lambda entry: entry.start)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(HeaderError, match=rf"file ends inside tensor `{last.name}`: \d+ of \d+ bytes"):
+    with pytest.raises(
+        HeaderError, match=rf"file ends inside tensor `{last.name}`: \d+ of \d+ bytes"
+    ):
         checkpoint.read(last.name)
 
 

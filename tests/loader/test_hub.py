@@ -1,4 +1,4 @@
-"""Hub ids: from a cache laid out like the hub's, in real offline mode, and every error of the hub."""
+"""Hub ids: a cache laid out like the hub's, in real offline mode, and every error of the hub."""
 
 import os
 import subprocess
@@ -157,7 +157,10 @@ def _response(status):
             hub_errors.RevisionNotFoundError("404", response=_response(404)),
             r"`a/b` has no revision `v1`",
         ),
-        (hub_errors.LocalEntryNotFoundError("x"), r"`a/b` at `v1` is no folder, not in the hub cache"),
+        (
+            hub_errors.LocalEntryNotFoundError("x"),
+            r"`a/b` at `v1` is no folder, not in the hub cache",
+        ),
         (hub_errors.HfHubHTTPError("502", response=_response(502)), r"cannot be fetched.*502"),
         (hub_errors.OfflineModeIsEnabled("offline"), r"cannot be fetched.*offline"),
         (httpx.ReadTimeout("slow"), r"cannot be fetched from the hub: slow"),

@@ -64,7 +64,9 @@ def test_a_tensor_in_two_files_without_an_index(tmp_path):
     folder = tiny.write(tmp_path / "m", CONFIG, [{"a": torch.zeros(1)}, {"b": torch.zeros(1)}])
     tiny.save_file({"b": torch.ones(1), "a": torch.ones(1)}, folder / "model-extra.safetensors")
     (folder / INDEX).unlink()
-    with pytest.raises(CheckpointError, match=r"tensor `[ab]` is in two files, `model-.*there is no"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor `[ab]` is in two files, `model-.*there is no"
+    ):
         open_checkpoint(folder)
 
 
@@ -87,7 +89,9 @@ def test_a_file_that_the_index_does_not_name_is_not_opened(tmp_path, made):
 def test_missing_shard(tmp_path, made):
     folder = tiny.write(tmp_path / "m", CONFIG, tiny.halves(made))
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"shard `model-00002-of-00002.safetensors` is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"shard `model-00002-of-00002.safetensors` is missing"
+    ):
         open_checkpoint(folder)
 
 
@@ -96,7 +100,9 @@ def test_tensor_that_is_not_in_its_shard(tmp_path, made):
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"] |= {"model.ghost.weight": "model-00001-of-00002.safetensors"}
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(MissingTensor, match=r"1 tensors are not in the shards .*model\.ghost\.weight"):
+    with pytest.raises(
+        MissingTensor, match=r"1 tensors are not in the shards .*model\.ghost\.weight"
+    ):
         open_checkpoint(folder)
 
 
@@ -146,7 +152,9 @@ def test_config_that_is_not_utf8(tmp_path, made):
 def test_pickles_are_never_opened(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch hacked'\ntR.")
-    with pytest.raises(UnknownFormat, match=r"pickled files.*`pytorch_model.bin`.*\n\nhint: .*safetensors"):
+    with pytest.raises(
+        UnknownFormat, match=r"pickled files.*`pytorch_model.bin`.*\n\nhint: .*safetensors"
+    ):
         open_checkpoint(tmp_path)
     assert not Path("hacked").exists()
 
@@ -170,7 +178,8 @@ def test_empty_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source", ["./nothing/here", "../nothing", "a/b/c/d", "~nobody_of_this_name/x", "x" * 5000, "a\0b"]
+    "source",
+    ["./nothing/here", "../nothing", "a/b/c/d", "~nobody_of_this_name/x", "x" * 5000, "a\0b"],
 )
 def test_nothing_there(source):
     with pytest.raises(SourceNotFound, match="no such folder or file"):
@@ -219,7 +228,9 @@ def test_read_json_names_the_type(tmp_path):
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -241,7 +252,7 @@ def test_any_config_is_opened_or_refused(tmp_path_factory, keys):
     try:
         source = open_source(open_checkpoint(folder))
     except QuantloadError as error:
-        assert str(error)
+        assert str(error)  # noqa: PT017 - either outcome is right
     else:
         assert list(source.weights) == ["a"]
 

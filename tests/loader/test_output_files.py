@@ -9,7 +9,9 @@ from quantload.loader.output_files import OutputTensor, assign_files
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.float8_e4m3fn]
 _TENSORS = st.lists(
-    st.tuples(st.sampled_from(_DTYPES), st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=8
+    st.tuples(st.sampled_from(_DTYPES), st.lists(st.integers(0, 5), max_size=3)),
+    min_size=1,
+    max_size=8,
 )
 
 
@@ -41,7 +43,9 @@ def _modules(*sizes):
 def test_files_are_filled_in_order():
     files = assign_files(_modules(40, 40, 40, 100, 10), max_bytes=100)
     assert [list(file.tensors) for file in files] == [["m0", "m1"], ["m2"], ["m3"], ["m4"]]
-    assert [file.name for file in files] == [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
+    assert [file.name for file in files] == [
+        f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)
+    ]
 
 
 def test_a_module_stays_together_even_if_it_is_too_large():

@@ -57,7 +57,9 @@ def test_group_sizes_are_fitted(tmp_path, columns, expected, reason):
     assert row.reason == reason
 
 
-@pytest.mark.parametrize("scheme", ["W4A16:g32", "W4A16_ASYM:g32", "W8A16:g32", "W8A8", "FP8_DYNAMIC"])
+@pytest.mark.parametrize(
+    "scheme", ["W4A16:g32", "W4A16_ASYM:g32", "W8A16:g32", "W8A8", "FP8_DYNAMIC"]
+)
 @pytest.mark.parametrize("shard", [10**9, 40_000, 1])
 def test_planned_bytes_are_written_bytes(tmp_path, folder, scheme, shard):
     plan = plan_of(folder, scheme, max_shard_bytes=shard)
@@ -111,7 +113,9 @@ def test_a_rule_that_matches_nothing(folder):
 
 
 def test_a_rule_that_decides_nothing_is_a_warning(folder):
-    plan = plan_of(folder, None, ["model.=W4A16:g32", "model.layers.=W8A16:g32", "*.mlp.=W8A16:g32"])
+    plan = plan_of(
+        folder, None, ["model.=W4A16:g32", "model.layers.=W8A16:g32", "*.mlp.=W8A16:g32"]
+    )
     assert plan.warnings == ()
     plan = plan_of(folder, None, ["model.layers.=W4A16:g32", "model.layers.=W8A16:g32"])
     assert plan.warnings == (
@@ -123,7 +127,9 @@ def test_rules_that_split_a_fused_group(folder):
     with pytest.raises(RuleSplitsStack) as caught:
         plan_of(folder, "W4A16:g32", [f"{Q}=W8A16:g32"])
     message = str(caught.value)
-    assert "rules split the fused group `model.layers.0.self_attn` (q_proj, k_proj, v_proj)" in message
+    assert (
+        "rules split the fused group `model.layers.0.self_attn` (q_proj, k_proj, v_proj)" in message
+    )
     assert f"{Q}: W8A16:g32 (rule `{Q} = W8A16:g32`)" in message
     assert "model.layers.0.self_attn.k_proj: W4A16:g32 (default scheme)" in message
     assert "hint: give all members one rule, or use `--on-split keep`" in message
@@ -138,7 +144,9 @@ def test_split_groups_are_settled(folder, on_split, expected):
         assert (str(scheme) if scheme else None) == expected
     assert str(rows["model.layers.1.self_attn.q_proj"].scheme) == "W4A16:g32"
     (warning,) = plan.warnings
-    assert warning.startswith("fused group `model.layers.0.self_attn` (q_proj, k_proj, v_proj) was split")
+    assert warning.startswith(
+        "fused group `model.layers.0.self_attn` (q_proj, k_proj, v_proj) was split"
+    )
 
 
 def test_unknown_schemes(folder):
@@ -215,7 +223,9 @@ def test_one_dtype_for_everything(tmp_path):
     content = tiny.config(layers=1)
     folder = tiny.write(tmp_path, content, tiny.mixed(tiny.tensors(content)))
     plan = plan_of(folder, "dense", dtype=torch.float32)
-    assert {row.dtype for row in plan.rows} | {tensor.dtype for tensor in plan.plain} == {torch.float32}
+    assert {row.dtype for row in plan.rows} | {tensor.dtype for tensor in plan.plain} == {
+        torch.float32
+    }
     assert plan.config["dtype"] == "float32"
     assert "quantization_config" not in plan.config
 
@@ -230,7 +240,11 @@ def test_the_config_is_that_of_the_source_but_for_what_changes(folder):
 
 
 def test_dimensions_that_no_scheme_reaches_are_rows(tmp_path):
-    made = {"a.weight": torch.randn(8, 64), "e.gate_up_proj": torch.randn(2, 8, 64), "c.A": torch.ones(3)}
+    made = {
+        "a.weight": torch.randn(8, 64),
+        "e.gate_up_proj": torch.randn(2, 8, 64),
+        "c.A": torch.ones(3),
+    }
     plan = plan_of(tiny.write(tmp_path, {}, made), "W4A16:g32")
     rows = rows_of(plan)
     assert rows["e.gate_up_proj"].reason.startswith("kept: a tensor of 3 dimensions")
@@ -264,7 +278,13 @@ def test_input_scales_are_left_out_with_a_warning(folder, tmp_path):
 def test_the_scheme_of_the_cache_goes_with_its_scales(folder, tmp_path):
     quantized = converted(folder, tmp_path / "q", "FP8_DYNAMIC")
     content = json.loads((quantized / "config.json").read_text())
-    cache = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    cache = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor",
+        "dynamic": False,
+    }
     content["quantization_config"]["kv_cache_scheme"] = cache
     (quantized / "config.json").write_text(json.dumps(content))
     for scheme, layout in (("W4A16:g32", "pack-quantized"), ("dense", "dense")):

@@ -146,7 +146,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory, header, data):
     try:
         entries = read_header(file)
     except QuantloadError as error:
-        assert "fuzz.safetensors" in str(error)
+        assert "fuzz.safetensors" in str(error)  # noqa: PT017 - either outcome is right
     else:
         for entry in entries.values():
             assert tuple(read_entry(entry).shape) == entry.shape

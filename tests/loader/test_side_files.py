@@ -41,7 +41,9 @@ def test_what_is_copied(tmp_path):
     target = tmp_path / "target"
     target.mkdir()
     assert copy_side_files(open_checkpoint(folder), target) == TAKEN
-    found = {f.relative_to(target).as_posix(): f.read_bytes() for f in target.rglob("*") if f.is_file()}
+    found = {
+        f.relative_to(target).as_posix(): f.read_bytes() for f in target.rglob("*") if f.is_file()
+    }
     assert found == {name: (folder / name).read_bytes() for name in TAKEN}
 
 

@@ -15,7 +15,11 @@ from quantload.errors import OutputError
 from quantload.loader.output_files import OutputTensor, assign_files
 from quantload.loader.writer import CheckpointWriter, check_place
 
-TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(2.5).bfloat16(), "c": torch.zeros(0, 4)}
+TENSORS = {
+    "a": torch.arange(6.0).reshape(2, 3),
+    "b": torch.tensor(2.5).bfloat16(),
+    "c": torch.zeros(0, 4),
+}
 
 
 def _files(max_bytes=1 << 20):
@@ -95,7 +99,9 @@ def test_a_missing_tensor_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tensor", [TENSORS["a"].T, TENSORS["a"].double(), TENSORS["a"][:1]], ids=["shape", "dtype", "size"]
+    "tensor",
+    [TENSORS["a"].T, TENSORS["a"].double(), TENSORS["a"][:1]],
+    ids=["shape", "dtype", "size"],
 )
 def test_a_tensor_that_was_not_planned(tmp_path, tensor):
     with (
@@ -156,7 +162,11 @@ def test_places_that_are_taken(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name, message in (("file", "is a file or a link"), ("full", "is not empty"), ("link", "a link")):
+    for name, message in (
+        ("file", "is a file or a link"),
+        ("full", "is not empty"),
+        ("link", "a link"),
+    ):
         with pytest.raises(OutputError, match=message):
             check_place(tmp_path / name)
         with pytest.raises(OutputError, match=message):
@@ -184,7 +194,9 @@ def test_a_disk_that_is_too_small(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
     (file,) = _files()
-    with pytest.raises(OutputError, match=rf"disk is too small: {file.num_bytes} bytes needed, 100 free"):
+    with pytest.raises(
+        OutputError, match=rf"disk is too small: {file.num_bytes} bytes needed, 100 free"
+    ):
         _write_all(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

@@ -68,7 +68,7 @@ def test_several_schemes_have_groups_of_exact_names():
     config = build_config(schemes, ["lm_head"])
     assert config["format"] == "mixed-precision"
     targets = [group["targets"] for group in config["config_groups"].values()]
-    assert sorted(sum(targets, [])) == sorted(schemes)
+    assert sorted(name for names in targets for name in names) == sorted(schemes)
     assert {group["format"] for group in config["config_groups"].values()} == {
         "pack-quantized",
         "int-quantized",
@@ -82,7 +82,9 @@ def test_several_schemes_have_groups_of_exact_names():
 
 def test_heads_and_embeddings_are_targets_by_name():
     scheme = parse_scheme("W8A16")
-    config = build_config({"a.q": scheme, "embed": scheme, "lm_head": scheme}, [], named=["embed", "lm_head"])
+    config = build_config(
+        {"a.q": scheme, "embed": scheme, "lm_head": scheme}, [], named=["embed", "lm_head"]
+    )
     (group,) = config["config_groups"].values()
     assert group["targets"] == ["Linear", "embed", "lm_head"]
 
@@ -111,7 +113,10 @@ def test_validation_is_that_of_the_library():
 
 
 def _group(**weights):
-    return {"config_groups": {"g": {"targets": ["Linear"], "weights": weights}}, "format": "int-quantized"}
+    return {
+        "config_groups": {"g": {"targets": ["Linear"], "weights": weights}},
+        "format": "int-quantized",
+    }
 
 
 @pytest.mark.parametrize(
@@ -153,12 +158,20 @@ def test_groups_named_by_a_preset(name):
         (_group(strategy="block", block_structure="8"), FormatMismatch, "`block_structure` is `8`"),
         ({"config_groups": []}, None, ""),
         ({"config_groups": [1]}, FormatMismatch, "`config_groups` of the quantization config"),
-        ({"config_groups": {"g": 3}}, FormatMismatch, "group `g` of the quantization config is `3`"),
+        (
+            {"config_groups": {"g": 3}},
+            FormatMismatch,
+            "group `g` of the quantization config is `3`",
+        ),
         ({"config_groups": {"W9A9": []}}, UnsupportedVariant, "preset `W9A9`"),
         ({"config_groups": {"dense": []}}, UnsupportedVariant, "preset `dense`"),
         ({"ignore": "lm_head"}, FormatMismatch, "`ignore` of the quantization config is `lm_head`"),
         ({"ignore": ["re:*"]}, FormatMismatch, "`re:*` in `ignore`"),
-        ({"transform_config": {"config_groups": {"u": {}}}}, UnsupportedVariant, "`transform_config`"),
+        (
+            {"transform_config": {"config_groups": {"u": {}}}},
+            UnsupportedVariant,
+            "`transform_config`",
+        ),
         ({"sparsity_config": {"format": "sparse-24"}}, UnsupportedVariant, "`sparsity_config`"),
         ({"sparsity_config": {"format": "dense"}}, None, ""),
         ({"sparsity_config": {}, "transform_config": {"config_groups": {}}}, None, ""),

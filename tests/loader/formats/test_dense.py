@@ -19,7 +19,9 @@ def test_weights_and_plain_tensors(tmp_path):
     made |= {"a.conv.weight": torch.zeros(2, 3, 4), "a.A_log": torch.zeros(2, 3)}
     made |= {"a.positions": torch.arange(3), "a.bias": torch.zeros(3), "a.flag": torch.tensor(True)}
     source = _open(tmp_path, made)
-    expected = {n.removesuffix(".weight") for n, t in made.items() if n.endswith(".weight") and t.ndim == 2}
+    expected = {
+        n.removesuffix(".weight") for n, t in made.items() if n.endswith(".weight") and t.ndim == 2
+    }
     assert set(source.weights) == expected
     assert set(source.plain) == set(made) - {f"{module}.weight" for module in expected}
     assert source.weights["model.layers.0.mlp.up_proj"].encoding == "F16"

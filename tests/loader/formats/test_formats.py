@@ -24,21 +24,24 @@ OTHERS = [  # folders that are read although their producer's format is not one 
 FOREIGN = sorted(
     folder
     for folder in SHARED.glob("*/*/")
-    if folder.parent.name.split("-")[0] not in ("base", "transformers", "gguf", "llmcompressor")
-    and not folder.parent.name.startswith("compressed-tensors")
+    if (folder.parent.name.split("-")[0] not in ("base", "transformers", "gguf", "llmcompressor")
+    and not folder.parent.name.startswith("compressed-tensors"))
     or folder.parent.name.startswith("transformers-quant")
 )
 
 
 @pytest.mark.parametrize(
-    "method", ["gptq", "awq", "fp8", "modelopt", "mxfp4", "bitsandbytes", "gguf", "dense", None, 4, ["x"]]
+    "method",
+    ["gptq", "awq", "fp8", "modelopt", "mxfp4", "bitsandbytes", "gguf", "dense", None, 4, ["x"]],
 )
 def test_other_formats_are_refused_by_name(tmp_path, method):
     content = {**CONFIG, "quantization_config": {"quant_method": method, "bits": 4}}
     tiny.write(tmp_path, content, {"a.qweight": torch.zeros(2, 2, dtype=torch.int32)})
     with pytest.raises(UnknownFormat) as caught:
         open_source(open_checkpoint(tmp_path))
-    assert f"quantization format `{method}` is not read, found in `config.json`" in str(caught.value)
+    assert f"quantization format `{method}` is not read, found in `config.json`" in str(
+        caught.value
+    )
     assert "expected `compressed-tensors`" in str(caught.value)
     assert "hint: dequantize it with its own tool first" in str(caught.value)
 
@@ -75,14 +78,20 @@ def test_rows_have_different_names():
 
 
 @pytest.mark.skipif(not FOREIGN, reason="no shared checkpoints beside the repository")
-@pytest.mark.parametrize("folder", FOREIGN, ids=lambda folder: f"{folder.parent.name}/{folder.name}")
+@pytest.mark.parametrize(
+    "folder", FOREIGN, ids=lambda folder: f"{folder.parent.name}/{folder.name}"
+)
 def test_foreign_checkpoints_are_refused(folder):
     if f"{folder.parent.name}/{folder.name}" in OTHERS:
         assert open_source(open_checkpoint(folder)).format_name == "compressed-tensors"
         return
     with pytest.raises(QuantloadError) as caught:
         open_source(open_checkpoint(folder))
-    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
+    config = (
+        json.loads((folder / "config.json").read_text())
+        if (folder / "config.json").exists()
+        else {}
+    )
     method = config.get("quantization_config", {}).get("quant_method")
     if isinstance(caught.value, UnknownFormat) and "pickled" not in str(caught.value):
         assert f"`{method}`" in str(caught.value)

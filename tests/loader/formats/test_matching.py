@@ -20,14 +20,28 @@ def _library():
     return match
 
 
-_PARTS = ["model", "layers", "0", "1", "10", "self_attn", "q_proj", "q_proj_2", "mlp", "gate", "lm_head"]
+_PARTS = [
+    "model",
+    "layers",
+    "0",
+    "1",
+    "10",
+    "self_attn",
+    "q_proj",
+    "q_proj_2",
+    "mlp",
+    "gate",
+    "lm_head",
+]
 NAMES = st.lists(st.sampled_from(_PARTS), min_size=1, max_size=5).map(".".join)
 PATTERNS = st.one_of(
     NAMES,
     NAMES.map(lambda name: "re:" + name),
     NAMES.map(lambda name: "re:.*" + name),
     NAMES.map(lambda name: "re:" + name.replace(".", r"\.") + "$"),
-    st.sampled_from(["re:.*", "re:", "re:^model", r"re:.*\.(q|k)_proj", "Linear", "Embedding", "linear"]),
+    st.sampled_from(
+        ["re:.*", "re:", "re:^model", r"re:.*\.(q|k)_proj", "Linear", "Embedding", "linear"]
+    ),
     st.sampled_from(["re:.*layers.1.*", r"re:model\.layers\.\d$", "re:lm_head|model", ""]),
 )
 
@@ -62,8 +76,16 @@ def test_a_config_matches_as_the_library(name, targets, ignore, is_embedding):
 
 def test_many_names_and_patterns():
     names = [".".join(parts) for parts in product(_PARTS[:9], repeat=3)]
-    patterns = ["re:" + name[: 3 + len(name) * number // 9] for number, name in enumerate(names[:9])]
-    patterns += [r"re:model\.layers\.\d", r"re:.*\.(q_proj|gate)$", "re:layers|mlp", "model.1.0", "re:$"]
+    patterns = [
+        "re:" + name[: 3 + len(name) * number // 9] for number, name in enumerate(names[:9])
+    ]
+    patterns += [
+        r"re:model\.layers\.\d",
+        r"re:.*\.(q_proj|gate)$",
+        "re:layers|mlp",
+        "model.1.0",
+        "re:$",
+    ]
     wrong = [
         (name, pattern)
         for name in names
