@@ -12,12 +12,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    Progress as RichProgress,
     ProgressColumn,
     Task,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
+)
+from rich.progress import (
+    Progress as RichProgress,
 )
 from rich.table import Table
 from rich.text import Text

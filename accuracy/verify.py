@@ -1,8 +1,8 @@
 """Decode every tensor of an output with the reader's own code and compare it with the source.
 
 A quantized weight must reach the SQNR floor of its scheme, and an integer one must not be much
-noisier than rounding to its own scales makes it; a full-precision tensor must be equal, bit for bit,
-to the source cast to its dtype. Missing, extra, non-finite tensors and zero scales fail.
+noisier than rounding to its own scales makes it; a full-precision tensor must be equal, bit for
+bit, to the source cast to its dtype. Missing, extra, non-finite tensors and zero scales fail.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from quantload.quant.metrics import ErrorSums, error_sums
 from quantload.quant.qtensor import Evaluation, QuantTensor
 from quantload.quant.scheme import Scheme
 
-# Lowest SQNR in dB that passes, by bits of the codes. Round-to-nearest reaches about 6 dB a bit, less
-# 4, on Gaussian weights (int4 in groups of 128: 19 to 21 dB), and fp8 31 dB whatever the range. The
+# Lowest SQNR in dB that passes, by bits of the codes. Round-to-nearest reaches about 6 dB a bit
+# less 4 on Gaussian weights (int4 in groups of 128: 19 to 21 dB), fp8 31 dB whatever the range. The
 # margin is for rows and groups with large outliers; a damaged layer ends at 3 dB or less.
 _FLOOR_DB = {2: 2.0, 3: 5.0, 4: 9.0, 5: 14.0, 6: 18.0, 7: 20.0, 8: 20.0}
 _FP8_FLOOR_DB = 24.0
 # Noise that passes, in units of the noise of rounding. On real integer checkpoints round-to-nearest
-# is below 1.4 and GPTQ below 3.7; zero points off by one give 13, a wrong sign in 1 % of int4 gives 9.
+# is below 1.4 and GPTQ below 3.7; zero points off by one give 13, a wrong sign in 1 % of int4 9.
 _MOST_ROUNDINGS = 6.0
 
 

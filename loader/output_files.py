@@ -84,8 +84,11 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
-    """Lay out one file. Wide dtypes come first, so that every tensor starts at a multiple of its
-    element size, as the safetensors library writes it."""
+    """Lay out one file.
+
+    Wide dtypes come first, so that every tensor starts at a multiple of its element size, as the
+    safetensors library writes it.
+    """
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts = {}

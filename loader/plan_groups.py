@@ -67,7 +67,7 @@ def settle_groups(
 
 
 def precision(scheme: Scheme | None) -> tuple[int, int, int]:
-    """Order schemes by precision: full, then by bits, then inputs not quantized, then small groups."""
+    """Order schemes by precision: full, by bits, inputs not quantized, small groups."""
     if scheme is None or scheme.weight is None:
         return 99, 0, 0
     return (

@@ -20,7 +20,7 @@ _LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
 def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
-    """Copy everything of the source that is not weights, their index, or a config of their encoding.
+    """Copy everything that is not weights, their index, or a config of their encoding.
 
     A GGUF file has no such files: its tokenizer is made from its metadata, and only licences beside
     it are copied.

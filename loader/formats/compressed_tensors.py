@@ -8,7 +8,7 @@ pack-quantized (integers of 2 to 8 bits)
                                               and 7 bits padded: W = ceil(K / (32 // b))
     weight_scale        float [N, G], [N, 1] or [1]
     weight_shape        int64 [2] = (N, K)
-    weight_zero_point   int32 [ceil(N * b / 32), G], packed as the weight but along N; or int8 [N, G]
+    weight_zero_point   int32 [ceil(N * b / 32), G], packed as the weight but along N, or int8
     weight_g_idx        int32 [K], the group of each column (act-order "group")
 int-quantized, naive-quantized
     weight              int8 [N, K];  weight_scale as above;  weight_zero_point int8

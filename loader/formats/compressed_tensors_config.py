@@ -4,11 +4,12 @@
     ignore          names, `re:` patterns or class names that are left out; beats targets
     format          of all groups, or "mixed-precision": look at each group
 
-A target is an exact module name, `re:` and a regular expression (`re.match`), or a class name. Exact
-names beat regular expressions, which beat class names. Of two that match, the first in alphabetical
-order decides; of two groups with one target, the later.
+A target is an exact module name, `re:` and a regular expression (`re.match`), or a class name.
+Exact names beat regular expressions, which beat class names. Of two that match, the first in
+alphabetical order decides; of two groups with one target, the later.
 
-Source: compressed-tensors 0.20.1, `quantization/quant_config.py`, `quant_args.py`, `utils/match.py`.
+Source: compressed-tensors 0.20.1, `quantization/quant_config.py`, `quant_args.py`,
+`utils/match.py`.
 """
 
 from __future__ import annotations
@@ -174,8 +175,8 @@ def _parse_group(name: str, entry: Any, global_format: str) -> Group | None:  # 
 def _read_format(layout: str, where: str) -> str:
     if layout not in READ_FORMATS:
         raise UnsupportedVariant(
-            f"compressed-tensors format `{layout}` is not read, in config group `{where}`; expected "
-            f"one of {', '.join(READ_FORMATS)}"
+            f"compressed-tensors format `{layout}` is not read, in config group `{where}`; "
+            f"expected one of {', '.join(READ_FORMATS)}"
         )
     return layout
 
@@ -190,7 +191,7 @@ def _named(scheme: Scheme) -> Scheme:
             preset.weight.symmetric,
         )
         kinds = {scheme.weight.granularity, preset.weight.granularity}
-        if same and (len(kinds) == 1 or kinds == {"group", "channel"} and preset.input is None):
+        if same and (len(kinds) == 1 or (kinds == {"group", "channel"} and preset.input is None)):
             return Scheme(name=preset.name, weight=scheme.weight, input=scheme.input)
     return scheme
 
@@ -292,7 +293,7 @@ def build_config(
         cache_scheme: `kv_cache_scheme` of the source, whose scales are copied.
 
     Returns:
-        One group with `targets: ["Linear"]` where all schemes are equal, else groups of exact names.
+        One group with `targets: ["Linear"]` where all schemes are equal, else exact names.
     """
     distinct = sorted(set(schemes.values()), key=str)
     formats = sorted({written_format(scheme) for scheme in distinct})

@@ -19,7 +19,7 @@ def test_reads_are_new_memory(tmp_path):
 
 def test_unknown_name(tmp_path):
     checkpoint = open_checkpoint(tiny.llama(tmp_path / "m", layers=1))
-    with pytest.raises(MissingTensor, match="tensor `model.nrm.weight` is not in"):
+    with pytest.raises(MissingTensor, match=r"tensor `model.nrm.weight` is not in"):
         checkpoint.read("model.nrm.weight")
 
 

@@ -98,7 +98,7 @@ def test_offline_revisions(cache, monkeypatch):
         weights[revision] = checkpoint.read("model.norm.weight")
     assert (weights["v1.0"] == weights[OTHER]).all()
     assert (weights["v1.0"] != weights["main"]).any()
-    with pytest.raises(SourceNotFound, match="`tiny/llama` at `v2.0` is no folder"):
+    with pytest.raises(SourceNotFound, match=r"`tiny/llama` at `v2.0` is no folder"):
         open_checkpoint("tiny/llama@v2.0")
 
 
@@ -120,9 +120,17 @@ def test_what_is_asked_of_the_hub(tmp_path, monkeypatch):
     open_checkpoint("tiny/llama@refs/pr/3")
     assert (asked["repo"], asked["revision"]) == ("tiny/llama", "refs/pr/3")
     wanted = huggingface_hub.utils.filter_repo_objects(
-        ["model.safetensors", "config.json", "pytorch_model.bin", "tokenizer.model", "LICENSE"]
-        + ["original/consolidated.safetensors", "consolidated.safetensors", "a.gguf", "x.h5"]
-        + ["modeling_x.py", "chat_template.jinja", "model.safetensors.index.json", "README.md"],
+        [
+            *(
+                "model.safetensors",
+                "config.json",
+                "pytorch_model.bin",
+                "tokenizer.model",
+                "LICENSE",
+            ),
+            *("original/consolidated.safetensors", "consolidated.safetensors", "a.gguf", "x.h5"),
+            *("modeling_x.py", "chat_template.jinja", "model.safetensors.index.json", "README.md"),
+        ],
         allow_patterns=asked["allow_patterns"],
         ignore_patterns=asked["ignore_patterns"],
     )

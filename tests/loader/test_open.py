@@ -189,7 +189,7 @@ def test_nothing_there(source):
 def test_a_file_that_is_no_checkpoint(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
-    with pytest.raises(UnknownFormat, match="expected a folder, a `.gguf` file or a hub id"):
+    with pytest.raises(UnknownFormat, match=r"expected a folder, a `.gguf` file or a hub id"):
         open_checkpoint(file)
 
 

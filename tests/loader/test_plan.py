@@ -256,8 +256,8 @@ def test_quantizing_again_is_a_warning(folder, tmp_path):
     quantized = converted(folder, tmp_path / "q", "W8A16:g32")
     plan = plan_of(quantized, "W4A16:g32")
     assert plan.warnings == (
-        "14 modules of the source are already quantized (pack-quantized W8A16:g32); quantizing them "
-        "again adds to their error",
+        "14 modules of the source are already quantized (pack-quantized W8A16:g32); quantizing "
+        "them again adds to their error",
     )
     assert plan_of(quantized, "dense").warnings == ()
     assert rows_of(plan)[Q].source == "pack-quantized W8A16:g32"

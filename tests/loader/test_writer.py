@@ -82,14 +82,14 @@ def test_the_present_folder_is_used_if_it_is_empty(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [RuntimeError("x"), KeyboardInterrupt()])
 def test_nothing_is_left_after_an_error(tmp_path, error):
-    with pytest.raises(type(error)), CheckpointWriter(tmp_path / "out", _files()) as writer:
+    with pytest.raises(type(error)), CheckpointWriter(tmp_path / "out", _files()) as writer:  # noqa: PT012
         writer.write("a", TENSORS["a"])
         raise error
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_tensor_is_no_checkpoint(tmp_path):
-    with (
+    with (  # noqa: PT012 - the writer is what raises
         pytest.raises(AssertionError, match="were not written: `b`, `c`"),
         CheckpointWriter(tmp_path / "out", _files()) as writer,
     ):
@@ -112,7 +112,7 @@ def test_a_tensor_that_was_not_planned(tmp_path, tensor):
 
 
 def test_a_tensor_written_twice(tmp_path):
-    with (
+    with (  # noqa: PT012 - the writer is what raises
         pytest.raises(AssertionError, match="a is written twice"),
         CheckpointWriter(tmp_path / "out", _files()) as writer,
     ):
@@ -177,7 +177,7 @@ def test_places_that_are_taken(tmp_path):
 
 
 def test_a_folder_that_fills_up_meanwhile(tmp_path):
-    with (
+    with (  # noqa: PT012 - the writer is what raises
         pytest.raises(OutputError, match="Directory not empty"),
         CheckpointWriter(tmp_path / "out", _files()) as writer,
     ):

@@ -12,27 +12,27 @@ def test_a_small_tensor_is_one_chunk():
     assert list(row_chunks((10, 100), CPU)) == [(0, 10)]
 
 
-def test_a_large_tensor_is_cut_after_about_two_million_elements():
-    assert list(row_chunks((300, 1 << 14), CPU)) == [(0, 128), (128, 256), (256, 300)]
+def test_a_large_tensor_is_cut_after_about_eight_million_elements():
+    assert list(row_chunks((300, 1 << 16), CPU)) == [(0, 128), (128, 256), (256, 300)]
 
 
 def test_a_row_larger_than_a_chunk_is_a_chunk():
-    assert list(row_chunks((3, 1 << 22), CPU)) == [(0, 1), (1, 2), (2, 3)]
+    assert list(row_chunks((3, 1 << 24), CPU)) == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_chunks_are_whole_blocks():
-    assert list(row_chunks((500, 1 << 14), CPU, multiple=100)) == [
+    assert list(row_chunks((500, 1 << 16), CPU, multiple=100)) == [
         (0, 100),
         (100, 200),
         (200, 300),
         (300, 400),
         (400, 500),
     ]
-    assert list(row_chunks((5, 1 << 22), CPU, multiple=2)) == [(0, 2), (2, 4), (4, 5)]
+    assert list(row_chunks((5, 1 << 24), CPU, multiple=2)) == [(0, 2), (2, 4), (4, 5)]
 
 
 def test_elsewhere_all_rows_are_one_chunk():
-    assert list(row_chunks((300, 1 << 14), torch.device("meta"))) == [(0, 300)]
+    assert list(row_chunks((300, 1 << 16), torch.device("meta"))) == [(0, 300)]
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (0, 0)])

@@ -449,8 +449,10 @@ _DTYPES = st.sampled_from([torch.int32, torch.uint8, torch.int8, torch.bfloat16,
 @given(
     leaves=st.dictionaries(
         st.sampled_from(
-            ["weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"]
-            + ["weight", "input_scale", "bias"]
+            [
+                *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
+                *("weight_g_idx", "weight", "input_scale", "bias"),
+            ]
         ),
         st.tuples(st.lists(st.sampled_from([0, 1, 2, 4, 16, 32]), max_size=3), _DTYPES),
     ),

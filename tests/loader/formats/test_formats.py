@@ -24,8 +24,10 @@ OTHERS = [  # folders that are read although their producer's format is not one 
 FOREIGN = sorted(
     folder
     for folder in SHARED.glob("*/*/")
-    if (folder.parent.name.split("-")[0] not in ("base", "transformers", "gguf", "llmcompressor")
-    and not folder.parent.name.startswith("compressed-tensors"))
+    if (
+        folder.parent.name.split("-")[0] not in ("base", "transformers", "gguf", "llmcompressor")
+        and not folder.parent.name.startswith("compressed-tensors")
+    )
     or folder.parent.name.startswith("transformers-quant")
 )
 

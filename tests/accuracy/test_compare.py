@@ -1,0 +1,135 @@
+"""Comparison of two checkpoints: weights, isolated outputs, agreement at the end."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import tiny_checkpoints as tiny
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from quantload import api
+from quantload.accuracy.compare import EndMetrics, compare_outputs
+from quantload.errors import NotComparable
+from quantload.progress import Silent
+
+UP = "model.layers.1.mlp.up_proj"
+SEQUENCES = [[1, 5, 9, 2], [7, 7, 3]]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    source = tiny.llama(tmp_path / "source")
+    return source, api.convert(source, tmp_path / "out", "W4A16:g32").folder
+
+
+def relative(got, expected):
+    """In NumPy, float64."""
+    got, expected = (np.asarray(t.double()) for t in (got, expected))
+    return math.sqrt(((got - expected) ** 2).sum() / (expected**2).sum())
+
+
+def test_weights(folders):
+    source, output = folders
+    comparison = api.compare(source, output)
+    rows = {row.module: row for row in comparison.layers}
+    expected = relative(
+        api.inspect(output).read_dense(UP),
+        load_file(source / "model.safetensors")[f"{UP}.weight"],
+    )
+    assert rows[UP].weight.relative == pytest.approx(expected, rel=1e-12)
+    assert rows["model.embed_tokens"].weight.relative == 0.0
+    assert rows[UP].output is None
+    assert comparison.end is None
+
+
+def test_isolated_outputs_get_the_reference_input(folders):
+    """Oracle: the input of one layer, caught in plain transformers, through both weights."""
+    source, output = folders
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    caught = []
+    plain.get_submodule(UP).register_forward_hook(lambda module, x, y: caught.append(x[0][0]))
+    with torch.no_grad():
+        for ids in SEQUENCES:
+            plain(torch.tensor([ids]))
+    inputs = torch.cat(caught).double()
+    # in a model of float32 the scales are widened before they are multiplied
+    weight = api.inspect(output).read_weight(UP).evaluated_in(torch.float32).dequantize().double()
+    exact = plain.get_submodule(UP).weight.detach().double()
+    expected = relative(inputs @ weight.T, inputs @ exact.T)
+    comparison = api.compare(source, output, sequences=SEQUENCES, device="cpu")
+    row = next(row for row in comparison.layers if row.module == UP)
+    assert row.output.relative == pytest.approx(expected, rel=1e-4)
+
+
+def test_end_metrics(folders):
+    source, output = folders
+    comparison = api.compare(source, output, sequences=SEQUENCES, device="cpu")
+    models = [api.load(f, device="cpu", dtype=torch.float32, fuse=False) for f in folders]
+    kl, same = [], []
+    with torch.no_grad():
+        for ids in SEQUENCES:
+            p, q = (np.asarray(m(torch.tensor([ids])).logits[0].double()) for m in models)
+            p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p, q))
+            kl += list((np.exp(p) * (p - q)).sum(-1))
+            same += list(p.argmax(-1) == q.argmax(-1))
+    end = comparison.end
+    assert end.num_tokens == 7
+    assert end.kl_mean == pytest.approx(np.mean(kl), rel=1e-9)
+    assert end.kl_standard_error == pytest.approx(np.std(kl, ddof=1) / math.sqrt(7), rel=1e-9)
+    assert end.kl_quantile(0.5) == pytest.approx(np.median(kl), rel=1e-9)
+    assert end.top1 == pytest.approx(np.mean(same))
+
+
+def test_a_checkpoint_equals_itself(folders):
+    source, _ = folders
+    comparison = api.compare(source, source, sequences=SEQUENCES, device="cpu")
+    assert {row.weight.noise for row in comparison.layers} == {0.0}
+    assert {row.output.noise for row in comparison.layers if row.output} == {0.0}
+    assert comparison.end.kl_mean == 0.0
+    assert comparison.end.top1 == 1.0
+
+
+def test_top1_standard_error_is_binomial():
+    end = EndMetrics(kl=torch.zeros(4), same_top1=torch.tensor([True, True, True, False]))
+    assert end.top1_standard_error == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
+
+
+def test_other_shapes_are_not_comparable(tmp_path, folders):
+    other = tiny.llama(tmp_path / "other", intermediate=64)
+    with pytest.raises(NotComparable, match=r"weight of `.*` has shape .* in the reference"):
+        api.compare(folders[0], other)
+
+
+def test_no_common_weight(tmp_path, folders):
+    source = folders[0]
+    tensors = {f"x.{name}": t for name, t in load_file(source / "model.safetensors").items()}
+    tiny.write(tmp_path / "renamed", tiny.config(), tensors)
+    with pytest.raises(NotComparable, match="have no weight of the same name"):
+        api.compare(source, tmp_path / "renamed")
+
+
+class _Fixed(torch.nn.Module):
+    """A language model that always gives the same logits."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+
+    def forward(self, input_ids, use_cache):
+        return type("Output", (), {"logits": self.logits.expand(*input_ids.shape, -1)})
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        (torch.zeros(5), "vocabularies differ: 4 logits against 5"),
+        (torch.tensor([0.0, math.nan, 0.0, 0.0]), "logits of the candidate are not finite"),
+    ],
+)
+def test_logits_that_cannot_be_compared(logits, message):
+    with pytest.raises(NotComparable, match=message):
+        compare_outputs(_Fixed(torch.zeros(4)), _Fixed(logits), [[1, 2]], Silent())

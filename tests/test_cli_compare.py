@@ -1,0 +1,111 @@
+"""The `compare` command: its inputs and its three ways to show the result."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny_checkpoints as tiny
+from click.testing import CliRunner
+
+from quantload import api
+from quantload.cli import main
+from quantload.cli_compare import read_sequences
+from quantload.errors import ConfigError
+
+WORST = "model.layers."
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("compare")
+    source = tiny.llama(base / "source")
+    return source, api.convert(source, base / "out", "W4A16:g32").folder
+
+
+@pytest.fixture
+def ids(tmp_path):
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps({"ids": [[1, 2, 3, 4], [5, 6]]}))
+    return file
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["compare", *map(str, arguments)])
+
+
+def test_weights_only(folders):
+    done = run(*folders)
+    assert done.exit_code == 0, done.output
+    assert "The 10 layers with the largest error" in done.stdout
+    assert "14 weights differ, 2 are equal" in done.stdout
+    assert "KL" not in done.stdout
+
+
+def test_token_ids(folders, ids):
+    done = run(*folders, "--token-ids", ids, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert "over 6 tokens" in done.stdout
+
+
+def test_max_tokens(folders, ids):
+    done = run(*folders, "--token-ids", ids, "--max-tokens", "5", "--json", "--device", "cpu")
+    assert json.loads(done.stdout)["end"]["num_tokens"] == 5
+
+
+def test_json(folders, ids):
+    content = json.loads(run(*folders, "--token-ids", ids, "--json", "--device", "cpu").stdout)
+    assert content["quantload_compare"] == 1
+    rows = {row["module"]: row for row in content["layers"]}
+    embedding = rows["model.embed_tokens"]
+    assert embedding["weight"] == {"relative_error": 0.0, "sqnr_db": None, "max_abs": 0.0}
+    assert embedding["output"] is None
+    assert 0 < rows["model.layers.0.mlp.up_proj"]["output"]["relative_error"] < 1
+    assert set(content["end"]) == {
+        *("num_tokens", "kl_mean", "kl_standard_error", "kl_median", "kl_p99", "kl_p999"),
+        *("top1", "top1_standard_error"),
+    }
+
+
+def test_markdown(folders):
+    lines = run(*folders, "--markdown").stdout.splitlines()
+    assert lines[0] == "## quantload compare"
+    rows = [line for line in lines if line.startswith(f"| {WORST}")]
+    assert len(rows) == 14
+    errors = [float(row.split("|")[4].split("%")[0]) for row in rows]
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_other_models_exit_with_3(folders, tmp_path):
+    other = tiny.llama(tmp_path / "other", intermediate=64)
+    done = run(folders[0], other)
+    assert done.exit_code == 3
+    assert done.stdout == ""
+    assert "has shape `(64, 128)` in the reference, `(64, 64)` in the candidate" in done.stderr
+
+
+def read(**arguments):
+    given = {"data": None, "token_ids": None, "prompts": (), "max_tokens": 100}
+    return read_sequences(
+        **{**given, **arguments},
+        tokenizer=lambda: lambda text: {"input_ids": [ord(letter) for letter in text]},
+    )
+
+
+def test_text_is_cut_into_sequences(tmp_path):
+    (tmp_path / "text.txt").write_text("a" * 1000)
+    assert [len(s) for s in read(data=tmp_path / "text.txt", max_tokens=900)] == [512, 388]
+    assert read(prompts=("ab", "c")) == [[97, 98], [99]]
+
+
+@pytest.mark.parametrize("content", ["[]", "[[]]", '{"ids": 3}', '[["a"]]', "[1, 2]", "[["])
+def test_bad_token_ids(tmp_path, content):
+    file = tmp_path / "ids.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="token ids"):
+        read(token_ids=file)
+
+
+def test_text_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read `.*missing.txt`"):
+        read(data=tmp_path / "missing.txt")
