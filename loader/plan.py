@@ -146,7 +146,10 @@ def make_plan(
     )
     warnings = [*source.checkpoint.warnings, *outcome.warnings]
     warnings += [f"rule `{rule}` decides nothing: other rules cover more" for rule in undecided]
-    warnings += [*_about_requantizing(source, rows), *_about_input_scales(source)]
+    warnings += _about_requantizing(source, rows)
+    if not schemes and config.default is not None and config.default.weight is not None:
+        warnings.append(f"no module is quantized to {config.default}; the plan says why")
+    warnings += [*_about_input_scales(source), *_about_partial_blocks(rows)]
     return Plan(
         source=source,
         rows=rows,
@@ -311,6 +314,21 @@ def _kind_of(module: str, facts: ModelFacts) -> Kind:
 
 def _is_linear(row: PlanRow, facts: ModelFacts) -> bool:
     return len(row.shape) == 2 and _kind_of(row.module, facts) in ("linear", "head")
+
+
+def _about_partial_blocks(rows: tuple[PlanRow, ...]) -> list[str]:
+    partial = 0
+    for row in rows:
+        block = row.scheme.weight.block if row.scheme and row.scheme.weight else None
+        partial += block is not None and any(
+            size % step for size, step in zip(row.shape, block, strict=True)
+        )
+    if not partial:
+        return []
+    return [
+        f"{partial} modules have widths that are no multiples of the block; vLLM does not load "
+        "such FP8 blocks"
+    ]
 
 
 def _about_requantizing(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:

@@ -107,5 +107,5 @@ def test_bad_token_ids(tmp_path, content):
 
 
 def test_text_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match="cannot read `.*missing.txt`"):
+    with pytest.raises(ConfigError, match=r"cannot read `.*missing\.txt`"):
         read(data=tmp_path / "missing.txt")

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory) -> Path:
-    """A llama with random weights whose widths are multiples of 128, so that every scheme applies."""
+    """A llama with random weights; its widths are multiples of 128, so every scheme applies."""
     folder = tmp_path_factory.mktemp("base") / "llama"
     config = LlamaConfig(
         hidden_size=128,

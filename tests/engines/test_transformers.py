@@ -1,4 +1,4 @@
-"""Plain transformers (with compressed-tensors) loads what `convert` writes, and computes the same."""
+"""Plain transformers (with compressed-tensors) loads what `convert` writes, and agrees."""
 
 from __future__ import annotations
 

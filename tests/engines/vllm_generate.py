@@ -19,7 +19,8 @@ def main() -> None:
         torch.cpu._init_amx()  # vLLM's int4 kernel uses AMX without asking the kernel for it
     model = LLM(model=folder, enforce_eager=True, dtype="bfloat16", max_model_len=256)
     outputs = model.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24))
-    print(json.dumps([output.outputs[0].text for output in outputs]))
+    texts = [output.outputs[0].text for output in outputs]
+    sys.stdout.write(json.dumps(texts) + "\n")
 
 
 if __name__ == "__main__":

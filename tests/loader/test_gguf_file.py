@@ -19,9 +19,8 @@ from quantload.errors import (
     UnexpectedTensor,
     UnsupportedVariant,
 )
-from quantload.loader.checkpoint import Checkpoint
+from quantload.loader.checkpoint import Checkpoint, unpermute_rows
 from quantload.loader.formats.gguf import GgufReader
-from quantload.loader.checkpoint import unpermute_rows
 from quantload.loader.gguf_file import open_gguf
 from quantload.quant.qtensor import QuantTensor
 
@@ -41,7 +40,6 @@ def test_every_tensor_is_read_under_its_name(tmp_path, architecture, tied):
     checkpoint, stored = opened(tmp_path, architecture=architecture, tied=tied)
     assert set(checkpoint.tensors) == set(stored)
     for name, expected in stored.items():
-        entry = checkpoint.tensors[name]
         found = checkpoint.read(name)
         assert torch.equal(found, torch.from_numpy(expected)), name
 

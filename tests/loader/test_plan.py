@@ -306,3 +306,19 @@ def test_scales_take_the_dtype_of_the_config(folder, tmp_path):
 def test_a_scheme_object_is_a_default(folder):
     rows = rows_of(plan_of(folder, parse_scheme("W8A8")))
     assert str(rows[Q].scheme) == "W8A8"
+
+
+def test_partial_blocks_are_named(tmp_path):
+    plan = plan_of(tiny.llama(tmp_path / "source"), "FP8_BLOCK")
+    (warning,) = [text for text in plan.warnings if "block" in text]
+    assert warning.startswith("14 modules have widths that are no multiples of the block")
+    whole = plan_of(tiny.llama(tmp_path / "whole", hidden=128), "FP8_DYNAMIC")
+    assert not [text for text in whole.warnings if "block" in text]
+
+
+def test_a_scheme_that_reaches_nothing_is_a_warning(tmp_path):
+    made = {"model.embed_tokens.weight": torch.randn(8, 64), "a.b.weight": torch.randn(8, 48)}
+    plan = plan_of(tiny.write(tmp_path, {}, made), "W4A16")
+    assert plan.warnings == ("no module is quantized to W4A16; the plan says why",)
+    assert plan_of(tmp_path, "dense").warnings == ()
+    assert "quantization_config" not in plan.config
