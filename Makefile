@@ -29,4 +29,4 @@ check: test-environment
 	PYTHON=$(VENV)/bin/python scripts/check
 
 test: test-environment
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2

@@ -19,8 +19,6 @@ from quantload.accuracy.compare import (
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.errors import ConfigError
 from quantload.layers.facts import probe_facts
-from quantload.layers.text import generate_text
-from quantload.layers.text import load_tokenizer as read_tokenizer
 from quantload.loader.assign import assign
 from quantload.loader.convert import run_plan
 from quantload.loader.formats import open_source
@@ -297,6 +295,8 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: There is none that transformers can read.
     """
+    from quantload.layers.text import load_tokenizer as read_tokenizer  # transformers: seconds
+
     checkpoint = open_checkpoint(source)
     if checkpoint.gguf_file is None:
         return read_tokenizer(checkpoint.folder)
@@ -322,6 +322,8 @@ def generate(
         seed: Seed of sampling.
         options: chat, emit, and arguments of transformers' `generate`.
     """
+    from quantload.layers.text import generate_text  # transformers: seconds
+
     if seed is not None:
         torch.manual_seed(seed)
     return generate_text(model, tokenizer, prompt, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -28,14 +27,14 @@ from quantload.accuracy.verify import VerifyReport
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.source import Source
 
-_WIDTH_WITHOUT_TERMINAL = 160
+_WIDTH_WITHOUT_TERMINAL = 1000  # nothing is wrapped in a file or a pipe
 
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console that does not wrap tables when the output goes to a file."""
     # NOTE: with markup, `[a-z]` in the name of a rule would be taken for a style.
     plain = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if not plain.is_terminal and "COLUMNS" not in os.environ:
+    if not plain.is_terminal:
         plain.width = _WIDTH_WITHOUT_TERMINAL
     return plain
 

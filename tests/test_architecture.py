@@ -208,7 +208,6 @@ def test_the_command_line_starts_light():
     assert _loaded_by("import quantload.cli", heavy) == []
 
 
-@pytest.mark.xfail(reason="api imports layers.text, and that a class of transformers")
 def test_inspecting_needs_no_transformers():
     assert _loaded_by("import quantload.api", ("transformers", "triton")) == []
 

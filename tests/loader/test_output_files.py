@@ -50,8 +50,10 @@ def test_files_are_filled_in_order():
 
 def test_a_module_stays_together_even_if_it_is_too_large():
     pair = [OutputTensor(name, torch.int8, (80,), "") for name in ("a", "b")]
-    files = assign_files([*_modules(10), pair, *_modules(10)[:0]], max_bytes=100)
+    files = assign_files([*_modules(10), pair], max_bytes=100)
     assert [list(file.tensors) for file in files] == [["m0"], ["a", "b"]]
+    files = assign_files([pair, *_modules(10)], max_bytes=100)
+    assert [list(file.tensors) for file in files] == [["a", "b"], ["m0"]]
 
 
 def test_one_file_has_no_number():
