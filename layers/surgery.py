@@ -8,6 +8,7 @@ any other module (embedding)   -> stays: a quantized weight is dequantized into 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from quantload.layers.siblings import Siblings, is_plain_linear
 from quantload.layers.stack import LinearStack, StackView, clear_after
 from quantload.mappers.mapper import WeightMapper
 from quantload.quant.scheme import DENSE, Scheme
+
+_log = logging.getLogger("quantload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +219,18 @@ def finish(
     left = [name for name, tensor in tensors if tensor.device.type == "meta"]
     if left:
         raise ModelError(f"never loaded: {listed(left)} of `{type(model).__name__}`")
+    _log_notes(model)
     return model.requires_grad_(False)
+
+
+def _log_notes(model: nn.Module) -> None:
+    """Warn of layers that run otherwise than their scheme says, once for each way."""
+    noted: dict[str, list[str]] = {}
+    for report in explain(model):
+        if report.note:
+            noted.setdefault(report.note, []).append(report.module)
+    for note, modules in noted.items():
+        _log.warning("%d layers: %s (%s)", len(modules), note, listed(modules, limit=2))
 
 
 def explain(model: nn.Module) -> list[LinearReport]:

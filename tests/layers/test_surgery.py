@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from fake_source import NOWHERE, tiny_config
+from fake_source import quantized_model, tiny_config
 from torch import nn
 
+from quantload.api import load_model
 from quantload.errors import ModelError
 from quantload.layers.meta_model import build_on_meta
 from quantload.layers.siblings import find_siblings
@@ -55,3 +58,15 @@ def test_finish_refuses_a_model_that_is_not_loaded() -> None:
     model = build_on_meta(tiny_config("llama"), NOWHERE, dtype=torch.float32)
     with pytest.raises(ModelError, match="never loaded"):
         finish(model, CPU)
+
+
+def test_layers_that_run_otherwise_than_their_scheme_are_warned_of(caplog) -> None:
+    made = quantized_model("llama", {"down_proj": "FP8_DYNAMIC"})
+    for name, (scheme, weight) in list(made.quantized.items()):
+        assert scheme.input is not None
+        static = replace(scheme, input=replace(scheme.input, dynamic=False))
+        made.quantized[name] = (static, weight)
+    load_model(made.source, device=CPU, dtype=torch.float32)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2 layers: static input scales are replaced by dynamic")
+    assert "`model.layers.0.mlp.down_proj`" in record.getMessage()
