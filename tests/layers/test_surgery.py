@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_source import quantized_model, tiny_config
+from fake_source import NOWHERE, quantized_model, tiny_config
 from torch import nn
 
 from quantload.api import load_model
