@@ -17,7 +17,7 @@ from quantload.accuracy.compare import (
     with_outputs,
 )
 from quantload.accuracy.verify import VerifyReport, verify_sources
-from quantload.errors import ConfigError
+from quantload.errors import ConfigError, MissingTensor
 from quantload.layers.facts import probe_facts
 from quantload.loader.assign import assign
 from quantload.loader.convert import run_plan
@@ -27,7 +27,7 @@ from quantload.loader.open import open_checkpoint
 from quantload.loader.plan import DTYPE_NAMES, Plan, PlanOptions, make_plan
 from quantload.loader.source import Source
 from quantload.loader.writer import check_place
-from quantload.mappers.facts import ModelFacts
+from quantload.mappers.facts import ModelFacts, missing_layers
 from quantload.progress import Progress, Silent
 from quantload.quant.rules import QuantConfig
 from quantload.quant.scheme import Scheme
@@ -179,6 +179,23 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     return DTYPE_NAMES[name]
 
 
+def parse_device(device: str | torch.device | None) -> torch.device:
+    """Return a device; None is CUDA where there is one, else the CPU.
+
+    Raises:
+        ConfigError: There is no such device here.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device: `{device}`, expected `cpu` or `cuda`") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"no CUDA device here: found `{device}`", hint="use `cpu`")
+    return found
+
+
 def load(
     source: str | Path | Source,
     *,
@@ -202,11 +219,9 @@ def load(
         QuantloadError: The checkpoint is not sound, or transformers cannot build its model.
     """
     opened = source if isinstance(source, Source) else inspect(source)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return load_model(
         opened,
-        device=torch.device(device),
+        device=parse_device(device),
         dtype=parse_dtype(dtype) if isinstance(dtype, str) else dtype,
         fuse=fuse,
         progress=progress,
@@ -227,6 +242,8 @@ def load_model(
     from quantload.layers import meta_model, siblings, surgery  # transformers: seconds to import
 
     config, folder = source.checkpoint.config, source.checkpoint.folder
+    if reason := missing_layers(config, source.checkpoint.tensors):
+        raise MissingTensor(f"`{source.checkpoint.name}` is incomplete: {reason}")
     dtype = dtype or meta_model.config_dtype(config) or torch.float32
     model = meta_model.build_on_meta(
         config, folder, dtype=dtype, trust_remote_code=trust_remote_code

@@ -156,7 +156,9 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 def make_table(title: str, columns: Sequence[tuple[str, bool]]) -> Table:
     """Return an empty table; columns are (name, right-aligned)."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    heading = Text(title, no_wrap=True, overflow="ignore")  # else wrapped at the table's width
+    table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.title = heading
     for name, right in columns:
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     return table

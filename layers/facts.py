@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from quantload.errors import ModelError
-from quantload.mappers.facts import Kind, ModelFacts, facts_from_names
+from quantload.mappers.facts import (
+    Kind,
+    ModelFacts,
+    facts_from_names,
+    missing_layers,
+    with_expert_groups,
+)
 
 if TYPE_CHECKING:
     from quantload.layers.meta_model import TransformersModel
@@ -46,6 +52,8 @@ def probe_facts(
 
     names = list(tensor_names)
     by_name = facts_from_names(_weight_modules(names), tied_head=_ties_head(config))
+    if missing_layers(config, names):
+        return replace(by_name, origin=f"name table ({missing_layers(config, names)})")
     try:
         model = build_on_meta(
             config, folder, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
@@ -79,7 +87,7 @@ def _facts(model: TransformersModel, names: list[str], by_name: ModelFacts) -> M
     failure = siblings.failure
     return ModelFacts(
         kinds=kinds,
-        groups=tuple(groups),
+        groups=with_expert_groups(groups, kinds),
         tied=_tied(model, names, mapper),
         aliases={name: (path,) for path, name in in_checkpoint.items() if path != name},
         origin=f"name table (the probe failed: {failure})" if failure else "model probe",
@@ -140,5 +148,6 @@ def _weight_modules(names: Iterable[str]) -> list[str]:
 
 
 def _ties_head(config: Mapping[str, Any]) -> bool:
-    text = config.get("text_config") or {}
-    return bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    text = config.get("text_config")
+    inner = text.get("tie_word_embeddings") if isinstance(text, Mapping) else False
+    return bool(config.get("tie_word_embeddings") or inner)

@@ -48,6 +48,8 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         CheckpointError: The files are damaged, incomplete or ambiguous.
         UnknownFormat: The weights are in files that quantload does not read.
     """
+    if not str(source).strip():
+        raise SourceNotFound("no source: the name is empty")
     path = _expanded(source)
     if _is(path.is_file):
         if path.suffix == ".gguf":

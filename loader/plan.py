@@ -20,7 +20,7 @@ from quantload.loader.plan_config import DTYPE_NAMES, config_dtype, output_confi
 from quantload.loader.plan_groups import OnSplit, SplitOutcome, settle_groups
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 from quantload.mappers.default_keeps import reason_to_keep
-from quantload.mappers.facts import Kind, ModelFacts
+from quantload.mappers.facts import Kind, ModelFacts, missing_layers
 from quantload.quant.rules import QuantConfig, resolve
 from quantload.quant.scheme import Scheme
 
@@ -146,7 +146,9 @@ def make_plan(
     )
     warnings = [*source.checkpoint.warnings, *outcome.warnings]
     warnings += [f"rule `{rule}` decides nothing: other rules cover more" for rule in undecided]
-    warnings += _about_requantizing(source, rows)
+    warnings += [*_about_requantizing(source, rows), *_about_kept(source, config, rows)]
+    if reason := missing_layers(source.checkpoint.config, source.checkpoint.tensors):
+        warnings.append(f"the checkpoint is incomplete: {reason}")
     if not schemes and config.default is not None and config.default.weight is not None:
         warnings.append(f"no module is quantized to {config.default}; the plan says why")
     warnings += [*_about_input_scales(source), *_about_partial_blocks(rows)]
@@ -219,6 +221,8 @@ def _kind(module: str, facts: ModelFacts) -> Kind:
 
 def _fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | None, str]:
     columns = weight.shape[1]
+    if 0 in weight.shape:
+        return None, f"kept: the weight is empty; {reason}"
     fitted = scheme.fitted(columns)
     if fitted is None:
         return None, f"kept: no group size of 128, 64 or 32 divides its {columns} columns; {reason}"
@@ -235,7 +239,7 @@ def _fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | No
 def _row(choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOptions) -> PlanRow:
     module, weight = choice.module, choice.weight
     scheme = outcome.schemes[module]
-    dtype = _working_dtype(weight, source, options)
+    dtype = _working_dtype(weight, source, options, is_scale=not _is_dense(scheme))
     if scheme is None or scheme.weight is None:
         tensors = [OutputTensor(f"{module}.weight", dtype, weight.shape, f"{weight.module}.weight")]
     else:
@@ -261,7 +265,9 @@ def _source_bytes(weight: SourceWeight, source: Source) -> int:
     return sum(source.checkpoint.tensors[name].num_bytes for name in weight.leaves.values())
 
 
-def _working_dtype(weight: SourceWeight, source: Source, options: PlanOptions) -> torch.dtype:
+def _working_dtype(
+    weight: SourceWeight, source: Source, options: PlanOptions, *, is_scale: bool
+) -> torch.dtype:
     """Return the dtype of the full-precision weight or of the scales.
 
     A plain weight keeps its stored dtype. A quantized one has no float dtype of its own: it takes
@@ -270,7 +276,8 @@ def _working_dtype(weight: SourceWeight, source: Source, options: PlanOptions) -
     if options.dtype is not None:
         return options.dtype
     if not weight.is_quantized and not source.reader.widens_floats:
-        return weight.dtype
+        # no engine multiplies with scales in float64
+        return torch.float32 if is_scale and weight.dtype == torch.float64 else weight.dtype
     return config_dtype(source.checkpoint.config) or weight.dtype
 
 
@@ -314,6 +321,22 @@ def _kind_of(module: str, facts: ModelFacts) -> Kind:
 
 def _is_linear(row: PlanRow, facts: ModelFacts) -> bool:
     return len(row.shape) == 2 and _kind_of(row.module, facts) in ("linear", "head")
+
+
+def _about_kept(source: Source, config: QuantConfig, rows: tuple[PlanRow, ...]) -> list[str]:
+    """Warn of quantized weights that become full precision although nobody asked for `dense`."""
+    if config.default is not None and config.default.weight is None:
+        return []
+    count = sum(
+        row.scheme is None
+        and row.read_from in source.weights
+        and source.weights[row.read_from].is_quantized
+        and "embedding" not in row.reason
+        for row in rows
+    )
+    if not count:
+        return []
+    return [f"{count} quantized modules of the source become full precision: no scheme covers them"]
 
 
 def _about_partial_blocks(rows: tuple[PlanRow, ...]) -> list[str]:

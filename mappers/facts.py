@@ -7,6 +7,7 @@ these facts, and the plan prints where they come from.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -63,6 +64,9 @@ _OTHER_EMBEDDINGS = {
     "wpe",
 }
 _HEADS = {"lm_head", "embed_out", "output_layer"}
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?P<block>.*\.experts)\.\d+\.(?P<projection>[^.]+)")
+_EXPERT_INPUTS = {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"}
 
 
 def facts_from_names(modules: Iterable[str], *, tied_head: bool) -> ModelFacts:
@@ -77,7 +81,8 @@ def facts_from_names(modules: Iterable[str], *, tied_head: bool) -> ModelFacts:
     embedding = next((name for name in names if _last(name) in _TOKEN_EMBEDDINGS), None)
     has_head = any(kind == "head" for kind in kinds.values())
     tied = {"lm_head": embedding} if tied_head and embedding and not has_head else {}
-    return ModelFacts(kinds=kinds, groups=groups_from_names(names), tied=tied, origin="name table")
+    groups = with_expert_groups(groups_from_names(names), names)
+    return ModelFacts(kinds=kinds, groups=groups, tied=tied, origin="name table")
 
 
 def groups_from_names(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
@@ -91,6 +96,43 @@ def groups_from_names(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
             if last == stacked[0] and names.issuperset(members):
                 groups.append(members)
     return tuple(groups)
+
+
+def missing_layers(config: Mapping[str, object], tensor_names: Iterable[str]) -> str:
+    """Say that the config counts more decoder layers than the files hold; "" if it does not.
+
+    Only names of the form `layers.N.` are counted; files without such names say nothing.
+    """
+    text = config.get("text_config")
+    holder = text if isinstance(text, Mapping) else config
+    expected = holder.get("num_hidden_layers")
+    numbers = [int(m[1]) for name in tensor_names if (m := _LAYER.search(name))]
+    if not isinstance(expected, int) or not numbers or max(numbers) + 1 >= expected:
+        return ""
+    return f"the config counts {expected} layers, the files hold {max(numbers) + 1}"
+
+
+def with_expert_groups(
+    groups: Iterable[tuple[str, ...]], modules: Iterable[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Add the groups of experts: engines run one projection of all experts of a block as one GEMM.
+
+    Gate and up of all experts of a block are one group, down is another; they take the place of the
+    groups of single experts.
+
+    Args:
+        groups: Groups that are known already.
+        modules: Checkpoint names of modules with a 2-D weight.
+    """
+    experts: dict[tuple[str, str], list[str]] = {}
+    for name in modules:
+        match = _EXPERT.fullmatch(name)
+        if match:
+            role = "input" if match["projection"] in _EXPERT_INPUTS else match["projection"]
+            experts.setdefault((match["block"], role), []).append(name)
+    found = [tuple(members) for members in experts.values() if len(members) > 1]
+    grouped = {name for members in found for name in members}
+    return (*(group for group in groups if not grouped.issuperset(group)), *found)
 
 
 def _kind_by_name(name: str) -> Kind:

@@ -10,7 +10,7 @@ so `model.layers.1` covers `model.layers.1.mlp` and not `model.layers.10.mlp`:
     *                           every module; same as the default scheme
 
 The pattern that covers the most components of the name decides, on a tie the later one; `re:`
-covers the whole name. SCHEME is the name of a scheme or `keep` (leave the module as it is).
+covers the whole name. SCHEME is the name of a scheme or `keep` (full precision).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from quantload.errors import ConfigError, UnusedRule, listed
 from quantload.quant.scheme import Scheme, parse_scheme
 
 KEEP = "keep"
+_NO_MODULE = "#"  # no module is called so
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,13 @@ class Rule:
             if _same(tail, components[start : start + len(tail)]):
                 return start + len(tail)
         return None
+
+    def names_whole(self, name: str) -> bool:
+        """True if the pattern covers the whole name, and not whatever the last component is."""
+        parent, dot, _ = name.rpartition(".")
+        sibling = f"{parent}{dot}{_NO_MODULE}"
+        count = len(name.split("."))
+        return self.covered(name) == count and self.covered(sibling) != count
 
 
 def _same(wanted: Sequence[str], components: Sequence[str]) -> bool:
@@ -169,7 +177,8 @@ class Decision:
     Args:
         scheme: The scheme; None is keep.
         rule: The rule that decided; None if it was the default.
-        covers_whole_name: True if that rule covers every component of the module's name.
+        covers_whole_name: True if that rule covers every component of the module's name, and names
+            the last one: a pattern that covers any name in its place, such as `*.*`, does not.
     """
 
     scheme: Scheme | None
@@ -216,7 +225,7 @@ def resolve(config: QuantConfig, modules: Mapping[str, Sequence[str]]) -> Resolu
             continue
         deciding.add(best[1])
         rule = config.rules[best[1]]
-        whole = any(rule.covered(name) == len(name.split(".")) for name in names)
+        whole = any(rule.names_whole(name) for name in names)
         decisions[module] = Decision(rule.scheme, rule, whole)
     unused = [rule for i, rule in enumerate(config.rules) if i not in matched]
     if unused:

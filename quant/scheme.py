@@ -4,7 +4,7 @@ Names and defaults of the presets are those of compressed-tensors 0.20.1
 (`quantization/quant_scheme.py`); a test holds them equal.
 
 A scheme is written NAME or NAME:gSIZE (group size) or NAME:channel, for example `W4A16:g64`.
-`dense` is full precision. `keep` is not a scheme: it is the decision to leave a module as it is.
+`dense` is full precision. `keep` is not a scheme: it is the decision for full precision.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def parse_scheme(text: str, *, group_size: int | None = None) -> Scheme:
         hint = f"did you mean `{by_lower[near[0]]}`? " if near else ""
         raise UnknownScheme(
             f"no such scheme: `{text}`",
-            hint=f"{hint}schemes are {listed(PRESETS, limit=20)}; `keep` leaves a module as it is",
+            hint=f"{hint}schemes are {listed(PRESETS, limit=20)}; `keep` is full precision",
         )
     scheme = PRESETS[by_lower[name]]
     if group_size is not None:

@@ -370,3 +370,17 @@ def test_progress_draws_nothing_without_a_terminal(capsys):
         progress.finish()
         progress.advance(4)
     assert capsys.readouterr() == ("", "")
+
+
+def test_unknown_device(folder):
+    done = run("generate", folder, "x", "--device", "foo")
+    assert done.exit_code == 2
+    assert done.stderr == "error: unknown device: `foo`, expected `cpu` or `cuda`\n"
+
+
+def test_an_incomplete_checkpoint_is_not_loaded(tmp_path):
+    content = tiny.config(layers=2)
+    folder = tiny.write(tmp_path, content | {"num_hidden_layers": 3}, tiny.tensors(content))
+    done = run("generate", folder, "x")
+    assert done.exit_code == 2
+    assert "is incomplete: the config counts 3 layers, the files hold 2" in done.stderr

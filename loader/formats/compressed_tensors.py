@@ -155,6 +155,12 @@ class CompressedTensorsReader:
                     f"tensor `{module}.{leaf}` is missing in `{self._checkpoint.name}`; config "
                     f"group `{group.name}` says `{group.format}`, the module has {listed(leaves)}"
                 )
+        if {"weight", "weight_packed"} <= leaves.keys():
+            raise FormatMismatch(
+                f"module `{module}` has both `weight` and `weight_packed`, expected only "
+                f"`{needed[0]}` in format `{group.format}`, in `{self._checkpoint.name}`",
+                hint="one of the two is left over from another export",
+            )
         if "weight_global_scale" in leaves:
             raise UnsupportedVariant(
                 f"tensor `{leaves['weight_global_scale']}` is not read in format `{group.format}`"
@@ -271,15 +277,30 @@ def _decode(parts: Mapping[str, Tensor], weight: SourceWeight) -> QuantTensor:
         grid=scheme.grid,
         codes=codes,
         scale=scale,
-        zero=None if zero is None else zero.reshape(grid_shape),
+        zero=_zero_point(zero, weight, grid_shape),
         block=scheme.block_of(rows, columns),
         group_of=_group_of_columns(parts.get("weight_g_idx"), weight, grid_shape[1]),
         evaluation=Evaluation(dtype=scale.dtype),
     )
 
 
+def _zero_point(
+    zero: Tensor | None, weight: SourceWeight, grid_shape: tuple[int, int]
+) -> Tensor | None:
+    """[R, G] zero points; producers store zeros for symmetric schemes too, and nothing else."""
+    assert weight.scheme is not None, "only quantized weights are decoded"
+    if zero is None or not weight_of(weight.scheme).symmetric:
+        return None if zero is None else zero.reshape(grid_shape)
+    if bool(zero.to(torch.float32).any()):
+        raise FormatMismatch(
+            f"tensor `{weight.leaves['weight_zero_point']}` is not all zero, but the config says "
+            f"that `{weight.scheme}` is symmetric"
+        )
+    return None
+
+
 def _group_of_columns(groups: Tensor | None, weight: SourceWeight, count: int) -> Tensor | None:
-    if groups is None or bool((groups == -1).any()):
+    if groups is None or bool((groups == -1).all()):
         return None
     columns = weight.shape[1]
     if tuple(groups.shape) != (columns,) or not bool(((groups >= 0) & (groups < count)).all()):

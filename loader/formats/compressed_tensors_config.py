@@ -206,6 +206,17 @@ def _grid(arguments: Mapping[str, Any], where: str) -> Grid:
     raise UnsupportedVariant(f"{bits}-bit `{kind}` values are not read, in config group `{where}`")
 
 
+def _flag(arguments: Mapping[str, Any], key: str, where: str, *, default: bool) -> bool:
+    value = arguments.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise FormatMismatch(
+            f"`{key}` is `{value!r}`, expected true or false, in config group `{where}`"
+        )
+    return value
+
+
 def _weight_scheme(arguments: Mapping[str, Any], where: str) -> WeightScheme:
     strategy: Granularity | None = arguments.get("strategy")
     if strategy is None:
@@ -215,7 +226,7 @@ def _weight_scheme(arguments: Mapping[str, Any], where: str) -> WeightScheme:
     return WeightScheme(
         grid=_grid(arguments, where),
         granularity=strategy,
-        symmetric=bool(arguments.get("symmetric", True)),
+        symmetric=_flag(arguments, "symmetric", where, default=True),
         group_size=_group_size(arguments, where) if strategy == "group" else None,
         block=_block(arguments.get("block_structure"), where) if strategy == "block" else None,
     )
@@ -236,8 +247,9 @@ def _input_scheme(arguments: Mapping[str, Any], where: str) -> InputScheme:
         grid=_grid(arguments, where),
         granularity=strategy,
         group_size=_group_size(arguments, where) if strategy == "group" else None,
-        dynamic=bool(arguments.get("dynamic", False)),
-        symmetric=bool(arguments.get("symmetric", True)),
+        dynamic=arguments.get("dynamic") == "local"
+        or _flag(arguments, "dynamic", where, default=False),
+        symmetric=_flag(arguments, "symmetric", where, default=True),
     )
 
 

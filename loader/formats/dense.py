@@ -24,7 +24,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 def dense_weight(entry: TensorEntry) -> SourceWeight | None:
     """Describe a tensor if it is the float weight [N, K] of a module."""
     module, _, leaf = entry.name.rpartition(".")
-    if leaf != "weight" or len(entry.shape) != 2 or entry.dtype not in FLOAT_DTYPES:
+    if leaf != "weight" or not module or len(entry.shape) != 2 or entry.dtype not in FLOAT_DTYPES:
         return None
     return SourceWeight(
         module=module,

@@ -63,3 +63,17 @@ def test_experts_and_unknown_modules_are_told_by_names() -> None:
     facts = probe_facts(tiny_config("llama"), NOWHERE, [*names_of("llama"), *extra])
     assert ("mtp.experts.0.gate_proj", "mtp.experts.0.up_proj") in facts.groups
     assert facts.kinds["mtp.experts.0.down_proj"] == "linear"
+
+
+def test_a_config_with_more_layers_than_the_files_is_not_built() -> None:
+    config = tiny_config("llama") | {"num_hidden_layers": 10**9}  # building it would take forever
+    facts = probe_facts(config, NOWHERE, names_of("llama"))
+    expected = "the config counts 1000000000 layers, the files hold 2"
+    assert facts.origin == f"name table ({expected})"
+    assert len(facts.groups) == 4
+
+
+def test_a_text_config_that_is_no_object() -> None:
+    config = tiny_config("llama") | {"text_config": "x", "model_type": "unknown"}
+    facts = probe_facts(config, NOWHERE, names_of("llama"))
+    assert facts.origin.startswith("name table")

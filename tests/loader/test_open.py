@@ -263,3 +263,9 @@ def test_damaged_shard_is_named(tmp_path, made):
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(HeaderError, match=r"model-00002-of-00002\.safetensors"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name_is_not_the_current_folder(name):
+    with pytest.raises(SourceNotFound, match="no source: the name is empty"):
+        open_checkpoint(name)

@@ -322,3 +322,67 @@ def test_a_scheme_that_reaches_nothing_is_a_warning(tmp_path):
     assert plan.warnings == ("no module is quantized to W4A16; the plan says why",)
     assert plan_of(tmp_path, "dense").warnings == ()
     assert "quantization_config" not in plan.config
+
+
+def _experts(folder):
+    made = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": torch.randn(64, 64).bfloat16()
+        for layer in range(2)
+        for expert in range(3)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    return tiny.write(folder, {}, made)
+
+
+@pytest.mark.parametrize("rule", ["*.experts.0.=W8A16:g32", r"re:.*\.1\..*gate_proj=W8A16:g32"])
+def test_the_experts_of_a_block_are_one_group(tmp_path, rule):
+    folder = _experts(tmp_path / "source")
+    with pytest.raises(RuleSplitsStack, match=r"model\.layers\.0\.mlp\.experts"):
+        plan_of(folder, "W4A16:g32", [rule])
+    plan = plan_of(folder, "W4A16:g32", [rule], on_split="promote")
+    schemes = {str(row.scheme) for row in plan.rows if "gate_proj" in row.module}
+    assert schemes == {"W8A16:g32"}
+
+
+def test_down_projections_of_experts_may_have_a_scheme_of_their_own(tmp_path):
+    plan = plan_of(_experts(tmp_path), "W4A16:g32", [r"re:.*experts\..*down_proj=W8A16:g32"])
+    assert {str(row.scheme) for row in plan.rows if "down" in row.module} == {"W8A16:g32"}
+    assert {str(row.scheme) for row in plan.rows if "up" in row.module} == {"W4A16:g32"}
+
+
+def test_a_pattern_that_covers_anything_does_not_reach_default_keeps(folder):
+    for pattern in ("*.*", "re:.*", "model.*"):
+        rows = rows_of(plan_of(folder, "W8A8", [f"{pattern}=W4A16:g32"]))
+        assert rows["lm_head"].scheme is None
+        assert rows["model.embed_tokens"].scheme is None
+
+
+def test_incomplete_sources_are_warned_of(tmp_path):
+    content = tiny.config(layers=2)
+    made = tiny.tensors(content)
+    folder = tiny.write(tmp_path / "source", content | {"num_hidden_layers": 3}, made)
+    (warning,) = plan_of(folder, "W8A8").warnings
+    expected = "the config counts 3 layers, the files hold 2"
+    assert warning == f"the checkpoint is incomplete: {expected}"
+
+
+def test_quantized_modules_that_become_full_precision_are_warned_of(tmp_path, folder):
+    source = converted(folder, tmp_path / "out", "W4A16:g32")
+    warnings = plan_of(source, None, ["model.layers.0.=keep"]).warnings
+    assert "14 quantized modules of the source become full precision" in warnings[0]
+    assert plan_of(source, "dense").warnings == ()
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (64, 0), (0, 0)])
+def test_empty_weights_are_kept(tmp_path, shape):
+    (row,) = plan_of(tiny.write(tmp_path, {}, {"a.x.weight": torch.zeros(shape)}), "W8A8").rows
+    assert row.scheme is None
+    assert row.reason == "kept: the weight is empty; default scheme"
+
+
+def test_scales_of_float64_weights_are_float32(tmp_path):
+    made = {"a.x.weight": torch.randn(8, 64, dtype=torch.float64), "weight": torch.zeros(2, 2)}
+    plan = plan_of(tiny.write(tmp_path, {}, made), "W8A8")
+    rows = rows_of(plan)
+    assert {t.name: t.dtype for t in rows["a.x"].outputs}["a.x.weight_scale"] == torch.float32
+    assert [t.name for t in rows["weight"].outputs] == ["weight"]  # a tensor without a module

@@ -18,7 +18,7 @@ from quantload.quant.scheme import (
 
 ALL_NAMES = (
     "`FP8_BLOCK`, `FP8_DYNAMIC`, `W4A16`, `W4A16_ASYM`, `W8A16`, `W8A8`, `dense`; "
-    "`keep` leaves a module as it is"
+    "`keep` is full precision"
 )
 
 

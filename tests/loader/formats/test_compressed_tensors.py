@@ -11,6 +11,7 @@ import compressed
 import pytest
 import tiny_checkpoints as tiny
 import torch
+from converting import opened
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -469,3 +470,29 @@ def test_any_tensors_are_read_or_refused(tmp_path_factory, leaves, method):
         assert str(error)  # noqa: PT017 - either outcome is right
     else:
         assert shapes == {m: torch.Size(weight.shape) for m, weight in source.weights.items()}
+
+
+def test_a_symmetric_scheme_with_zero_points(tmp_path):
+    """Producers store zeros for symmetric schemes; anything else contradicts the config."""
+    scheme, quantized, leaves = _made("W4A16")
+    zero = torch.zeros(quantized.scale.shape, dtype=torch.int8)
+    source = opened(_write(tmp_path / "zeros", scheme, leaves | {"weight_zero_point": zero}))
+    assert source.read_weight(MODULE).zero is None
+    source = opened(_write(tmp_path / "ones", scheme, leaves | {"weight_zero_point": zero + 1}))
+    with pytest.raises(FormatMismatch, match=r"weight_zero_point` is not all zero"):
+        source.read_weight(MODULE)
+
+
+def test_packed_and_plain_at_once(tmp_path):
+    scheme, _, leaves = _made("W4A16")
+    plain = torch.zeros_like(leaves["weight_packed"])
+    folder = _write(tmp_path, scheme, leaves | {"weight": plain})
+    with pytest.raises(FormatMismatch, match="has both `weight` and `weight_packed`"):
+        opened(folder)
+
+
+def test_flags_that_are_no_flags(tmp_path):
+    scheme, _, leaves = _made("W4A16")
+    folder = _write(tmp_path, scheme, leaves, weights={"symmetric": "false"})
+    with pytest.raises(FormatMismatch, match="`symmetric` is `'false'`, expected true or false"):
+        opened(folder)
