@@ -121,7 +121,9 @@ def execute(
     """
     progress = progress or Silent()
     folder = run_plan(plan, Path(output), progress)
-    report = verify_sources(inspect(folder), plan.source, progress) if verify_output else None
+    if not verify_output:
+        return Conversion(plan, folder, None)
+    report = verify_sources(inspect(folder), plan.source, progress, nearest=True)
     return Conversion(plan, folder, report)
 
 
@@ -153,17 +155,23 @@ def convert(
 
 
 def verify(
-    output: str | Path, source: str | Path | Source, *, progress: Progress | None = None
+    output: str | Path,
+    source: str | Path | Source,
+    *,
+    nearest: bool = False,
+    progress: Progress | None = None,
 ) -> VerifyReport:
     """Decode every tensor of `output` and compare it with `source`.
 
     Args:
         output: A checkpoint in any format that quantload reads.
         source: The checkpoint that it was made from.
+        nearest: The output was rounded to nearest, as `convert` does: hold every weight to its
+            rounding step.
         progress: Draws progress; silent by default.
     """
     opened = source if isinstance(source, Source) else inspect(source)
-    return verify_sources(inspect(output), opened, progress or Silent())
+    return verify_sources(inspect(output), opened, progress or Silent(), nearest=nearest)
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:

@@ -202,15 +202,23 @@ def inspect(source: str, every: bool, as_json: bool) -> None:
 @main.command()
 @click.argument("output")
 @click.option("--source", required=True, help="What OUTPUT was made from.")
+@click.option(
+    "--nearest",
+    is_flag=True,
+    help="The output was rounded to nearest, as convert does: hold every weight to its rounding "
+    "step.",
+)
 @_EVERY
 @_JSON
 @_QUIET
-def verify(output: str, source: str, every: bool, as_json: bool, quiet: bool) -> None:
+def verify(
+    output: str, source: str, nearest: bool, every: bool, as_json: bool, quiet: bool
+) -> None:
     """Decode every tensor of OUTPUT and compare it with its source; exit 1 on a failure."""
     from quantload import api, cli_output
 
     with cli_output.BarProgress(quiet=quiet) as progress:
-        report = api.verify(output, source, progress=progress)
+        report = api.verify(output, source, nearest=nearest, progress=progress)
     if as_json:
         cli_output.print_json(cli_output.verify_json(report))
     else:

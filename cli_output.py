@@ -332,6 +332,7 @@ def verify_json(report: VerifyReport) -> dict[str, Any]:
                 "sqnr_db": finite(layer.sqnr_db),
                 "max_abs": finite(layer.max_abs),
                 "floor_db": finite(layer.floor_db),
+                "max_steps": finite(layer.max_steps),
                 "problem": layer.problem,
             }
             for layer in report.layers

@@ -1,44 +1,27 @@
 """Decode every tensor of an output with the reader's own code and compare it with the source.
 
-A quantized weight must reach the SQNR floor of its scheme, and an integer one must not be much
-noisier than rounding to its own scales makes it; a full-precision tensor must be equal, bit for
-bit, to the source cast to its dtype. Missing, extra, non-finite tensors and zero scales fail.
+A quantized weight is held to its own rounding, see `weight_check.py`; a full-precision tensor must
+be equal, bit for bit, to the source cast to its dtype. Missing, extra, non-finite tensors and zero
+scales fail, and a config.json that describes another model.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quantload.accuracy.config_check import config_differences
+from quantload.accuracy.weight_check import WeightCheck, check_quantized, sqnr_floor_db
 from quantload.errors import QuantloadError, listed
-from quantload.loader.source import Source
+from quantload.loader.source import FLOAT_DTYPES, Source
 from quantload.mappers.facts import facts_from_names
 from quantload.progress import Progress
-from quantload.quant.grid import INT8
 from quantload.quant.metrics import ErrorSums, error_sums
-from quantload.quant.qtensor import Evaluation, QuantTensor
-from quantload.quant.scheme import Scheme
-
-# Lowest SQNR in dB that passes, by bits of the codes. Round-to-nearest reaches about 6 dB a bit
-# less 4 on Gaussian weights (int4 in groups of 128: 19 to 21 dB), fp8 31 dB whatever the range. The
-# margin is for rows and groups with large outliers; a damaged layer ends at 3 dB or less.
-_FLOOR_DB = {2: 2.0, 3: 5.0, 4: 9.0, 5: 14.0, 6: 18.0, 7: 20.0, 8: 20.0}
-_FP8_FLOOR_DB = 24.0
-# Noise that passes, in units of the noise of rounding. On real integer checkpoints round-to-nearest
-# is below 1.4 and GPTQ below 3.7; zero points off by one give 13, a wrong sign in 1 % of int4 9.
-_MOST_ROUNDINGS = 6.0
-
-
-def sqnr_floor_db(scheme: Scheme) -> float:
-    """Return the lowest SQNR in dB that passes for a weight of this scheme."""
-    assert scheme.weight is not None, "full precision has no floor: it must be equal"
-    grid = scheme.weight.grid
-    return _FP8_FLOOR_DB if grid.is_float8 else _FLOOR_DB[grid.bits]
+from quantload.quant.qtensor import QuantTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +37,8 @@ class LayerReport:
         sqnr_db: The same in dB.
         max_abs: Largest absolute error.
         floor_db: Lowest SQNR that passes; infinity where equality is demanded.
+        max_steps: Largest error in units of the step between neighbouring codes; rounding to
+            nearest leaves half a step and a little. NaN for full precision and table grids.
         problem: Why it fails; "" if it passes.
     """
 
@@ -65,6 +50,7 @@ class LayerReport:
     sqnr_db: float
     max_abs: float
     floor_db: float
+    max_steps: float = math.nan
     problem: str = ""
 
     @property
@@ -96,13 +82,17 @@ class VerifyReport:
         return [*failed, *self.problems]
 
 
-def verify_sources(output: Source, source: Source, progress: Progress) -> VerifyReport:
+def verify_sources(
+    output: Source, source: Source, progress: Progress, *, nearest: bool = False
+) -> VerifyReport:
     """Compare every tensor of `output` with `source`.
 
     Args:
         output: What was written, opened like any checkpoint.
         source: What it was made from.
         progress: Advances by bytes of the output.
+        nearest: The output was rounded to nearest, as a conversion does: hold every weight to its
+            rounding step.
     """
     tied = facts_from_names(source.weights, tied_head=True).tied  # of a head that was untied
     origin = {module: tied.get(module, module) for module in output.weights}
@@ -110,12 +100,15 @@ def verify_sources(output: Source, source: Source, progress: Progress) -> Verify
     progress.start("verify", total=_total_bytes(output), unit="B")
     for module, weight in output.weights.items():
         if origin[module] in source.weights:
-            layers.append(_check_weight(output, module, source, origin[module]))
+            layers.append(
+                _check_weight(output, module, source, origin[module], nearest=nearest)
+            )
         progress.advance(_weight_bytes(output, module), note=weight.module)
     problems = _missing_and_extra(output, source, origin)
     problems += [
         problem for name in output.plain if (problem := _check_plain(output, source, name))
     ]
+    problems += config_differences(output.checkpoint.config, source.checkpoint.config)
     progress.finish()
     return VerifyReport(layers=tuple(layers), problems=tuple(problems))
 
@@ -143,103 +136,64 @@ def _missing_and_extra(output: Source, source: Source, origin: Mapping[str, str]
 
 
 @torch.no_grad()
-def _check_weight(output: Source, module: str, source: Source, origin: str) -> LayerReport:
+def _check_weight(
+    output: Source, module: str, source: Source, origin: str, *, nearest: bool
+) -> LayerReport:
     weight = output.weights[module]
-    sums, problem = _compare(output, module, source, origin)
+    found = _compare(output, module, source, origin, nearest=nearest)
     floor = math.inf if weight.scheme is None else sqnr_floor_db(weight.scheme)
     return LayerReport(
         module=module,
         source=source.weights[origin].encoding,
         scheme="dense" if weight.scheme is None else str(weight.scheme),
         bits_per_weight=8 * _weight_bytes(output, module) / max(1, math.prod(weight.shape)),
-        relative=sums.relative,
-        sqnr_db=sums.sqnr_db,
-        max_abs=sums.max_abs,
+        relative=found.sums.relative,
+        sqnr_db=found.sums.sqnr_db,
+        max_abs=found.sums.max_abs,
         floor_db=floor,
-        problem=problem,
+        max_steps=found.max_steps,
+        problem=found.problem,
     )
 
 
-def _compare(output: Source, module: str, source: Source, origin: str) -> tuple[ErrorSums, str]:
-    """Return the error, and what is wrong; "" if nothing is."""
+def _compare(
+    output: Source, module: str, source: Source, origin: str, *, nearest: bool
+) -> WeightCheck:
     shape, expected = output.weights[module].shape, source.weights[origin].shape
     unknown = ErrorSums(noise=math.inf)
     if shape != expected:
-        return unknown, f"shape is `{shape}`, the source has `{expected}`"
+        problem = f"shape is `{shape}`, the source has `{expected}`"
+        return WeightCheck(sums=unknown, problem=problem)
     try:
         candidate = output.read_weight(module)
     except QuantloadError as error:
-        return unknown, error.message
+        return WeightCheck(sums=unknown, problem=error.message)
     reference = source.read_dense(origin)
     if not isinstance(candidate, QuantTensor):
-        return error_sums(candidate, reference), _difference(candidate, reference)
-    sums = error_sums(candidate.dequantize(), reference)
-    return sums, _problem(candidate, reference, sums, output.weights[module].scheme)
-
-
-def _problem(
-    candidate: QuantTensor, reference: Tensor, sums: ErrorSums, scheme: Scheme | None
-) -> str:
-    assert scheme is not None, "a quantized weight has a scheme"
-    bad_scales = int((~candidate.scale.to(torch.float32).isfinite()).sum())
-    if bad_scales:
-        return f"{bad_scales} scales are not finite"
-    if sums.num_nonfinite:
-        return f"{sums.num_nonfinite} values are not finite"
-    lost = _lost_to_zero_scales(candidate, reference)
-    if lost:
-        return f"{lost} weights are lost to scales of zero"
-    excess = _noise_over_rounding(candidate, sums)
-    if excess > _MOST_ROUNDINGS:
-        return (
-            f"noise is {excess:.1f} times that of rounding to the stored scales, expected at most "
-            f"{_MOST_ROUNDINGS:g} times"
+        return WeightCheck(
+            sums=error_sums(candidate, reference), problem=_difference(candidate, reference)
         )
-    floor = sqnr_floor_db(scheme)
-    if sums.sqnr_db < floor:
-        return f"SQNR is {sums.sqnr_db:.2f} dB, expected at least {floor:.1f} dB for {scheme}"
-    return ""
-
-
-def _lost_to_zero_scales(candidate: QuantTensor, reference: Tensor) -> int:
-    is_zero = candidate.scale == 0
-    if not bool(is_zero.any()):
-        return 0
-    return int(((_spread(candidate, is_zero) != 0) & (reference != 0)).sum())
-
-
-def _noise_over_rounding(candidate: QuantTensor, sums: ErrorSums) -> float:
-    """Return the noise in units of the expected noise of rounding, a twelfth of a squared step."""
-    if not candidate.grid.is_integer or candidate.outer is not None or not sums.noise:
-        return 0.0
-    steps = _spread(candidate, candidate.scale.to(torch.float32).square())
-    return sums.noise / max(float(steps.sum(dtype=torch.float64)) / 12, sys.float_info.min)
-
-
-def _spread(candidate: QuantTensor, part: Tensor) -> Tensor:
-    """Spread a tensor with one element a scale over the weights: [R, G] to [N, K] float32."""
-    return replace(
-        candidate,
-        grid=INT8,
-        codes=torch.ones(candidate.shape, dtype=torch.int8),
-        scale=part.to(torch.float32),
-        zero=None,
-        offset=None,
-        outer=None,
-        evaluation=Evaluation(torch.float32),
-    ).dequantize()
+    scheme = output.weights[module].scheme
+    assert scheme is not None, "a quantized weight has a scheme"
+    return check_quantized(candidate, reference, scheme, nearest=nearest)
 
 
 def _difference(candidate: Tensor, reference: Tensor) -> str:
-    """Say how a full-precision tensor differs from the source in its dtype; "" if it is equal."""
+    """Say how a full-precision tensor differs from the source in its dtype; "" if it is equal.
+
+    A float tensor stays one of full precision, and holds no NaN and no infinity: those pass for
+    equal where the source is damaged too.
+    """
     if candidate.shape != reference.shape:
         return f"shape is `{tuple(candidate.shape)}`, the source has `{tuple(reference.shape)}`"
-    expected = reference.to(candidate.dtype)
+    is_float = reference.dtype.is_floating_point
+    if is_float and candidate.dtype not in (*FLOAT_DTYPES, reference.dtype):
+        return f"dtype is `{candidate.dtype}`, the source has `{reference.dtype}`"
     if candidate.dtype.is_floating_point:
-        same = (candidate == expected) | (candidate.isnan() & expected.isnan())
-    else:
-        same = candidate == expected
-    changed = int((~same).sum())
+        bad = int((~candidate.to(torch.float64).isfinite()).sum())
+        if bad:
+            return f"{bad} values are not finite"
+    changed = int((candidate != reference.to(candidate.dtype)).sum())
     return f"{changed} values differ from the source cast to `{candidate.dtype}`" if changed else ""
 
 

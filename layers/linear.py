@@ -6,13 +6,13 @@ packs them for a kernel when all are there (`finish`). Nothing of this hangs on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from quantload.errors import ShapeError
+from quantload.errors import ModelError, ShapeError
 from quantload.quant.qtensor import QuantTensor, stack
 from quantload.quant.scheme import Scheme
 from quantload.runtime.gemm import choose, usable_input
@@ -38,6 +38,7 @@ class KernelReport:
 class DenseLinear(nn.Module):
     """y = x @ W^T + bias with a full-precision weight [N, K]."""
 
+    differentiable = True
     weight: Tensor
 
     def __init__(self, weight: Tensor) -> None:
@@ -152,10 +153,68 @@ class QuantLinear(nn.Module):
     # -- running -------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., K] to [..., N]."""
-        return self.gemm(x, self.bias)  # type: ignore[no-any-return]
+        """Map x [..., K] to [..., N].
+
+        Raises:
+            ModelError: x needs a gradient and the kernel has none.
+        """
+        return self._multiply(self.gemm, x, self.bias)
+
+    def _multiply(self, gemm: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad and not is_differentiable(gemm):
+            raise ModelError(
+                f"`{self.prefix}` is for inference only: its kernel `{self.kernel.name}` has no "
+                f"gradient for inputs of scheme `{self.scheme}`, found an input that needs one",
+                hint="run it under `torch.no_grad()`",
+            )
+        return gemm(x, bias)  # type: ignore[no-any-return]
 
     @property
     def weight(self) -> Tensor:
         """The weight [N, K] in `dtype`, for model code that reads it; computed on each access."""
         return self.gemm.weight_values(self.dtype)  # type: ignore[operator, no-any-return]
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def check_dtype(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Refuse a change of all tensors, as `.to` makes it, that would change `dtype`.
+
+        Raises:
+            ModelError: It would, and the weight is packed for `dtype`.
+        """
+        changed = fn(torch.empty(0, dtype=self.dtype)).dtype
+        if changed != self.dtype and not self._is_dense:
+            raise ModelError(
+                f"a quantized model cannot change its dtype: `{self.prefix}` is packed for "
+                f"`{self.dtype}`, found `{changed}`",
+                hint=f"load the model again with `dtype={changed}`",
+            )
+
+    @property
+    def _is_dense(self) -> bool:
+        return isinstance(self.gemm, DenseLinear)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        """Move codes, scales and bias, but keep the dtype of each; a dense weight is cast."""
+        self.check_dtype(fn)
+        if self._is_dense:
+            self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        else:
+            fn = _keeping_dtypes(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def is_differentiable(gemm: nn.Module) -> bool:
+    """True if autograd gets the gradient of the input through a packed weight."""
+    return bool(getattr(gemm, "differentiable", False))
+
+
+def _keeping_dtypes(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return `fn`, but for its changes of dtype: FP8 codes and scales are floats to `.to`."""
+
+    def move(tensor: Tensor) -> Tensor:
+        probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+        return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
+
+    return move

@@ -4,16 +4,21 @@
 by a `StackView` without storage. The first view that sees an input runs one GEMM for all, the
 others take their slice of the result:
 
-    same input?   the same object, not written to since (its version), slice not handed out yet
-    otherwise     compute again: slower, never wrong
+    shared      within one call of the parent, in one thread: the same object, not written to since
+                (its version), the same autograd mode, and the slice not handed out yet
+    otherwise   computed again, for all members: slower
 
 Versions cannot be read on inference tensors and in compiled code. There the result is shared only
-where a probe of the model has shown that nothing writes to the input between the members.
+where a probe of the model has shown that nothing writes to the input between the members. A write
+that torch does not count, as `x.data.mul_(2)` under no_grad, between two members in their parent's
+forward is not seen: the second member then gets the result of the old values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +29,22 @@ from quantload.quant.qtensor import QuantTensor, why_not_stackable
 from quantload.quant.scheme import Scheme
 
 _UNREADABLE = -1
+_COMPILED = 0  # stands for the thread in compiled code; never the id of one
+
+
+@dataclass(frozen=True)
+class _Memo:
+    """What a stack has computed and not handed out yet.
+
+    Args:
+        x: The input; a strong reference, since an id is only unique while the object lives.
+        state: State of x and of autograd in which it was computed.
+        parts: Results by slot, [..., N of the slot].
+    """
+
+    x: Tensor
+    state: tuple[int, bool, bool, bool]
+    parts: dict[int, Tensor]
 
 
 class LinearStack(QuantLinear):
@@ -56,9 +77,13 @@ class LinearStack(QuantLinear):
         self.proven = proven
         self.separate: nn.ModuleList | None = None  # one GEMM a member, where one for all cannot be
         self.why_separate = ""
-        self._input: Tensor | None = None  # a strong reference: an id is only unique while it lives
-        self._version = _UNREADABLE
-        self._parts: list[Tensor | None] = []
+        # One entry for each thread in the parent's forward; no thread touches that of another, and
+        # getting, setting and popping one key of a dict cannot be interrupted.
+        self._memos: dict[int, _Memo | None] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled: without the memos, which belong to running calls."""
+        return {**self.__dict__, "_memos": {}}
 
     def _pack(self, weights: list[QuantTensor | Tensor], device: torch.device) -> None:
         quantized = [weight for weight in weights if isinstance(weight, QuantTensor)]
@@ -75,32 +100,54 @@ class LinearStack(QuantLinear):
             return super().weight
         return torch.cat([gemm.weight_values(self.dtype) for gemm in self.separate])  # type: ignore[operator]
 
-    def clear(self) -> None:
-        """Let go of the last input and of what was not taken from its result."""
-        self._input, self._parts = None, []
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearStack:
+        self._memos.clear()  # results of the weight before it was moved
+        super()._apply(fn, recurse)
+        return self
+
+    def begin(self, *_: object) -> None:
+        """Share results from now on in this thread; a forward pre-hook of the parent."""
+        self._memos[_thread()] = None
+
+    def end(self, *_: object) -> None:
+        """Stop sharing and let go of input and results; a forward hook of the parent."""
+        self._memos.pop(_thread(), None)
 
     def take(self, x: Tensor, slot: int) -> Tensor:
         """Return the result of one member, [..., N_slot]; computes all members if need be."""
         if self.separate is not None:
             bias = None if self.bias is None else torch.split(self.bias, self.sizes)[slot]
-            return self.separate[slot](x, bias)  # type: ignore[no-any-return]
-        version = _version(x)
-        known = self._input is x and self._version == version and self._parts[slot] is not None
-        if not known or (version == _UNREADABLE and not self.proven):
-            self._parts = list(torch.split(self.forward(x), self.sizes, dim=-1))
-            self._input, self._version = x, version
-        part = self._parts[slot]
-        assert part is not None, f"slice {slot} of `{self.prefix}` was just computed"
-        self._parts[slot] = None  # two callers must not get one buffer
-        if all(other is None for other in self._parts):
-            self.clear()
+            return self._multiply(self.separate[slot], x, bias)
+        thread, state = _thread(), _state(x)
+        may_share = thread in self._memos and (self.proven or state[0] != _UNREADABLE)
+        memo = self._memos.get(thread) if may_share else None
+        if memo is not None and memo.x is x and memo.state == state and slot in memo.parts:
+            part = memo.parts.pop(slot)  # two callers must not get one buffer
+            if not memo.parts:
+                self._memos[thread] = None
+            return part
+        parts = dict(enumerate(torch.split(self.forward(x), self.sizes, dim=-1)))
+        part = parts.pop(slot)
+        if may_share:
+            self._memos[thread] = _Memo(x, state, parts)
         return part
 
 
-def _version(x: Tensor) -> int:
-    """Return how often x was written to, or `_UNREADABLE`."""
+def _thread() -> int:
+    """Return the id of the running thread; compiled code cannot ask, and is traced in one."""
+    return _COMPILED if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def _state(x: Tensor) -> tuple[int, bool, bool, bool]:
+    """Return version, grad mode, inference mode and whether x needs a gradient."""
     # is_compiling comes first: is_inference cannot be compiled
-    return _UNREADABLE if torch.compiler.is_compiling() or x.is_inference() else x._version
+    unreadable = torch.compiler.is_compiling() or x.is_inference()
+    return (
+        _UNREADABLE if unreadable else x._version,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        x.requires_grad,
+    )
 
 
 class StackView(nn.Module):
@@ -142,13 +189,11 @@ class StackView(nn.Module):
         return None if bias is None else torch.split(bias, self._stack.sizes)[self.slot]
 
 
-def clear_after(parent: nn.Module, stack: LinearStack) -> None:
-    """Let the stack forget its input when its parent's forward ends, also by an exception."""
-
-    def clear(*_: Any) -> None:  # noqa: ANN401 - the hook protocol
-        stack.clear()
-
-    parent.register_forward_hook(clear, always_call=True)
+def share_within(parent: nn.Module, stack: LinearStack) -> None:
+    """Let the stack share results while its parent's forward runs, until it ends or fails."""
+    # bound methods: copies and pickles of the parent hold those of the copied stack
+    parent.register_forward_pre_hook(stack.begin)
+    parent.register_forward_hook(stack.end, always_call=True)
 
 
-__all__ = ["LinearStack", "StackView", "clear_after"]
+__all__ = ["LinearStack", "StackView", "share_within"]

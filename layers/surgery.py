@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from quantload.errors import ModelError, listed
+from quantload.layers.guard import guard
 from quantload.layers.linear import QuantLinear
 from quantload.layers.meta_model import (
     TransformersModel,
@@ -26,7 +27,7 @@ from quantload.layers.meta_model import (
     untie_in_config,
 )
 from quantload.layers.siblings import Siblings, is_plain_linear
-from quantload.layers.stack import LinearStack, StackView, clear_after
+from quantload.layers.stack import LinearStack, StackView, share_within
 from quantload.mappers.mapper import WeightMapper
 from quantload.quant.scheme import DENSE, Scheme
 
@@ -176,7 +177,7 @@ def _make_stack(
     for slot, member in enumerate(members):
         _put(model, member, StackView(stack, slot))
     parent.add_module(name, stack)
-    clear_after(parent, stack)
+    share_within(parent, stack)
     return {member: (path, slot) for slot, member in enumerate(members)}
 
 
@@ -206,6 +207,8 @@ def finish(
 ) -> TransformersModel:
     """Make a loaded model ready: buffers on the device, nothing left on meta, no gradients.
 
+    It refuses what it cannot do, see `layers/guard.py`.
+
     Raises:
         ModelError: A parameter or buffer was never loaded.
     """
@@ -220,6 +223,7 @@ def finish(
     if left:
         raise ModelError(f"never loaded: {listed(left)} of `{type(model).__name__}`")
     _log_notes(model)
+    guard(model)
     return model.requires_grad_(False)
 
 

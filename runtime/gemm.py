@@ -56,6 +56,7 @@ class GemmKernel(Protocol):
         """Return a module on `device`, of buffers only.
 
         Its forward(x, bias=None) maps [..., K] to [..., N]; weight_values(dtype) returns [N, K].
+        An attribute `differentiable` that is True says that autograd gets the gradient of x.
 
         Args:
             weight: [N, K], on any device.
@@ -216,6 +217,11 @@ class ReferenceLinear(nn.Module):
             PackedRows(weight.rows(start, min(start + step, rows)))
             for start in range(0, rows, step)
         )
+
+    @property
+    def differentiable(self) -> bool:
+        """True if x is not rounded: rounding has no useful gradient."""
+        return self.input is None
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map x [..., K] to [..., N]."""

@@ -87,7 +87,7 @@ OPTIONS = {
     },
     "inspect": {"source", "--all", "--json"},
     "schemes": set(),
-    "verify": {"output", "--source", "--all", "--json", "--quiet"},
+    "verify": {"output", "--source", "--nearest", "--all", "--json", "--quiet"},
 }
 
 

@@ -79,7 +79,7 @@ def test_one_product_a_stack(model_type: str) -> None:
     assert len(stacks) == 4
     assert calls == [2] * 4
     assert torch.equal(plain, inferred)
-    assert all(stack._input is None and not stack._parts for stack in stacks)
+    assert not any(stack._memos for stack in stacks)
 
 
 def test_generate_gives_the_same_tokens() -> None:

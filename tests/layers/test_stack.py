@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quantload.layers.stack import LinearStack, StackView, clear_after
+from quantload.layers.stack import LinearStack, StackView, share_within
 from quantload.quant.scheme import DENSE
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.one, self.two = StackView(self.stack, 0), StackView(self.stack, 1)
         self.products = 0
         self.stack.gemm.register_forward_hook(self._count)
-        clear_after(self, self.stack)
+        share_within(self, self.stack)
 
     def _count(self, *_: object) -> None:
         self.products += 1
@@ -118,7 +118,7 @@ def test_nothing_is_kept_after_an_exception() -> None:
     block, x = Failing(), torch.randn(3, 8)
     with pytest.raises(RuntimeError, match="out of memory"):
         block(x)
-    assert block.stack._input is None
+    assert not block.stack._memos
 
 
 def test_views_are_copied_with_their_stack() -> None:
