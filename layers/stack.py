@@ -140,12 +140,12 @@ def _thread() -> int:
 
 def _state(x: Tensor) -> tuple[int, bool, bool, bool]:
     """Return version, grad mode, inference mode and whether x needs a gradient."""
-    # is_compiling comes first: is_inference cannot be compiled
-    unreadable = torch.compiler.is_compiling() or x.is_inference()
+    compiling = torch.compiler.is_compiling()  # asked first: the rest cannot be compiled
+    unreadable = compiling or x.is_inference()
     return (
         _UNREADABLE if unreadable else x._version,
         torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
+        not compiling and torch.is_inference_mode_enabled(),
         x.requires_grad,
     )
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from fake_source import FakeModel, quantized_model
@@ -103,6 +107,42 @@ def test_compiles_as_one_graph(scheme: object) -> None:
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert close(logits(compiled), expected)
+
+
+def test_compiled_stacks_are_one_product() -> None:
+    model = load(quantized_model("llama", {}, num_hidden_layers=1))
+    products = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> object:
+        products.append(sum(node.target is nn.functional.linear for node in graph.graph.nodes))
+        return graph.forward
+
+    torch.compiler.reset()
+    logits(torch.compile(model, fullgraph=True, backend=count))
+    assert products == [5]  # q k v, o, gate up, down, head
+    assert not any(m._memos for m in model.modules() if isinstance(m, LinearStack))
+
+
+def test_threads_get_their_own_logits() -> None:
+    model = load(quantized_model("llama", "W8A8"))
+    batches = [(IDS * 7 + i) % 128 for i in range(8)]
+    with torch.no_grad():
+        expected = [model(ids, use_cache=False).logits for ids in batches]
+    together = threading.Barrier(len(batches))
+
+    def wrong(thread: int) -> int:
+        together.wait()
+        with torch.no_grad():
+            results = [model(batches[thread], use_cache=False).logits for _ in range(20)]
+        return sum(not torch.equal(result, expected[thread]) for result in results)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(batches)) as pool:
+            assert sum(pool.map(wrong, range(len(batches)))) == 0
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_members_have_no_storage() -> None:

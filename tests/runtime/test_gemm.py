@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from quantload.errors import ModelError
+from quantload.layers.linear import QuantLinear
 from quantload.quant.activation import fake_quantize
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.rtn import quantize_rtn
@@ -149,3 +151,22 @@ def test_triton_row(kernel_device: torch.device, scheme: str) -> None:
     moved = module.to("meta")
     assert {part.device.type for part in moved.packed.tensors().values()} == {"meta"}
     assert {buffer.device.type for buffer in moved.buffers()} == {"meta"}
+
+
+def test_triton_row_keeps_its_dtypes_in_a_layer(kernel_device: torch.device) -> None:
+    weight, _ = case("FP8_DYNAMIC", torch.float32)
+    scheme = parse_scheme("FP8_DYNAMIC")
+    layer = QuantLinear(128, 96, bias=False, scheme=scheme, dtype=torch.float32, prefix="proj")
+    layer.gemm = KERNELS[0].pack(weight, None, device=kernel_device, dtype=torch.float32)
+    x = torch.randn(3, 128, device=kernel_device)
+    expected, packed = layer(x), layer.gemm.packed
+    layer.to(torch.float32)
+    assert {name: part.dtype for name, part in layer.gemm.packed.tensors().items()} == {
+        name: part.dtype for name, part in packed.tensors().items()
+    }
+    assert torch.equal(layer(x), expected)
+    with pytest.raises(ModelError, match=r"packed for `torch\.float32`"):
+        layer.half()
+    layer.to("meta", torch.float32)
+    assert {part.device.type for part in layer.gemm.packed.tensors().values()} == {"meta"}
+    assert layer.gemm.packed.codes is layer.gemm.codes

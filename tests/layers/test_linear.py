@@ -1,0 +1,74 @@
+"""Gradients through quantized layers: right, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from quantload.errors import ModelError
+from quantload.layers.linear import QuantLinear
+from quantload.layers.stack import LinearStack
+from quantload.quant.rtn import quantize_rtn
+from quantload.quant.scheme import parse_scheme
+
+CPU = torch.device("cpu")
+
+
+def layer(scheme: str, dtype: torch.dtype) -> QuantLinear:
+    torch.manual_seed(0)
+    parsed = parse_scheme(scheme)
+    made = QuantLinear(128, 32, bias=True, scheme=parsed, dtype=dtype, prefix="block.proj")
+    weight = torch.randn(32, 128).to(dtype)
+    quantized = weight if parsed.weight is None else quantize_rtn(weight, parsed.weight)
+    made.receive("weight", 0, quantized)
+    made.receive("bias", 0, torch.randn(32).to(dtype))
+    made.finish(CPU)
+    return made
+
+
+@pytest.mark.parametrize("scheme", ["W4A16:g32", "W8A16:channel"])
+def test_gradients_of_inputs_in_full_precision(scheme: str) -> None:
+    made = layer(scheme, torch.float32)
+    x = torch.randn(3, 128, requires_grad=True)
+    made(x).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, made.weight.sum(0).expand(3, -1), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [
+        ("W8A8", torch.float32),
+        ("FP8_DYNAMIC", torch.float32),
+        ("FP8_BLOCK", torch.float32),
+        ("W4A16:g32", torch.bfloat16),
+        ("W8A16:channel", torch.bfloat16),
+    ],
+)
+def test_gradients_that_would_be_lost_are_refused(scheme: str, dtype: torch.dtype) -> None:
+    made = layer(scheme, dtype)
+    x = torch.randn(3, 128).to(dtype)
+    expected = made(x)
+    x.requires_grad_()
+    with pytest.raises(ModelError, match=r"`block\.proj` is for inference only") as caught:
+        made(x)
+    assert made.kernel.name in caught.value.message
+    assert "torch.no_grad()" in caught.value.hint
+    with torch.no_grad():
+        assert torch.equal(made(x), expected)
+
+
+def test_members_that_run_alone_refuse_too() -> None:
+    parsed = parse_scheme("W8A8")
+    assert parsed.weight is not None
+    stack = LinearStack(
+        128, [32, 32], bias=False, scheme=parsed, dtype=torch.float32, prefix="block.stack"
+    )
+    weight = quantize_rtn(torch.randn(32, 128), parsed.weight)
+    for slot in (0, 1):
+        stack.receive("weight", slot, weight)
+    stack.finish(CPU)
+    stack.separate = nn.ModuleList([stack.gemm, stack.gemm])
+    with pytest.raises(ModelError, match="for inference only"):
+        stack.take(torch.randn(3, 128, requires_grad=True), 1)
