@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantload.accuracy.compare import EndMetrics, LayerComparison, ModelComparison
 from quantload.cli_output import console, finite, make_table
-from quantload.errors import ConfigError
+from quantload.errors import ConfigError, listed
 from quantload.quant.metrics import ErrorSums
 
 _SEQUENCE_TOKENS = 512
@@ -107,26 +108,31 @@ def _ranked(comparison: ModelComparison) -> list[LayerComparison]:
 
     def error(row: LayerComparison) -> float:
         sums = row.output or row.weight
-        return sums.relative if sums else 0.0
+        relative = sums.relative if sums else 0.0
+        return math.inf if row.problem or math.isnan(relative) else relative
 
     return sorted(comparison.layers, key=error, reverse=True)
 
 
 def summary_lines(comparison: ModelComparison) -> list[str]:
     """Return the summary in sentences."""
-    lines = []
-    changed = [row for row in comparison.layers if row.weight and row.weight.noise > 0]
-    equal = sum(row.weight is not None and row.weight.noise == 0 for row in comparison.layers)
-    lines.append(f"{len(changed)} weights differ, {equal} are equal")
-    if changed:
-        mean = sum(row.weight.sqnr_db for row in changed if row.weight) / len(changed)
+    lines = [f"PROBLEM {problem}" for problem in comparison.problems]
+    weights = [row for row in comparison.layers if row.weight and not row.is_plain]
+    changed = [row for row in weights if row.differs]
+    lines.append(f"{len(changed)} weights differ, {len(weights) - len(changed)} are equal")
+    values = [row.weight.sqnr_db for row in changed if row.weight and not row.problem]
+    if values:
+        mean = sum(values) / len(values)
         lines.append(f"mean SQNR of the weights that differ: {mean:.2f} dB")
+    others = sum(row.is_plain for row in comparison.layers)
+    if others:
+        lines.append(f"{others} other tensors differ")
     for names, where in (
         (comparison.only_in_reference, "reference"),
         (comparison.only_in_candidate, "candidate"),
     ):
         if names:
-            lines.append(f"only in the {where}: {', '.join(names[:5])}")
+            lines.append(f"only in the {where}: {listed(names)}")
     if comparison.end is not None:
         lines += _end_lines(comparison.end)
     return lines
@@ -178,6 +184,7 @@ def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
             }
             for row in comparison.layers
         ],
+        "problems": list(comparison.problems),
         "only_in_reference": list(comparison.only_in_reference),
         "only_in_candidate": list(comparison.only_in_candidate),
         "end": None if end is None else _end_json(end),

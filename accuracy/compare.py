@@ -1,6 +1,7 @@
 """Compare two checkpoints of one model, layer by layer.
 
-    weights     relative error of each dequantized weight against the reference's
+    weights     relative error of each dequantized weight against the reference's, and of each other
+                float tensor (norms, biases) that differs
     isolated    the reference's input X of each linear layer goes through both layers:
                 ||X W'^T - X W^T|| / ||X W^T||; the candidate quantizes X if its scheme says so
     end         KL(reference || candidate) and top-1 agreement of the next-token distributions
@@ -13,11 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from quantload.accuracy.config_check import config_differences
 from quantload.errors import NotComparable, listed
 from quantload.loader.source import Source
 from quantload.progress import Progress
@@ -31,11 +33,13 @@ class LayerComparison:
     """Errors of one layer.
 
     Args:
-        module: Checkpoint name, or the model's name where only outputs were compared.
+        module: Checkpoint name, or the model's name where only outputs were compared; the name of
+            the tensor where that is no weight of a module.
         reference: What the reference holds.
         candidate: What the candidate holds.
         weight: Error sums of the weight; None if only outputs were compared.
         output: Error sums of the isolated output; None without tokens.
+        is_plain: True for a tensor that is no 2-D weight, such as a norm or a bias.
     """
 
     module: str
@@ -43,6 +47,21 @@ class LayerComparison:
     candidate: str
     weight: ErrorSums | None
     output: ErrorSums | None = None
+    is_plain: bool = False
+
+    @property
+    def differs(self) -> bool:
+        """True if the weight is not equal; also if it is not finite."""
+        return self.weight is not None and self.weight.noise != 0.0
+
+    @property
+    def problem(self) -> str:
+        """What makes the numbers of this row worthless; "" if nothing does."""
+        if self.weight is None or math.isfinite(self.weight.noise):
+            return ""
+        if self.weight.num_nonfinite:
+            return f"{self.weight.num_nonfinite} values of the candidate are not finite"
+        return "values of the reference are not finite"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +113,10 @@ class ModelComparison:
     """A comparison of two checkpoints.
 
     Args:
-        layers: One row a layer.
+        layers: One row a layer, then one for each other float tensor that differs.
         end: Agreement at the output; None without tokens.
-        only_in_reference: Weights that the candidate lacks.
-        only_in_candidate: Weights that the reference lacks.
+        only_in_reference: Weights and other tensors that the candidate lacks.
+        only_in_candidate: Weights and other tensors that the reference lacks.
     """
 
     layers: tuple[LayerComparison, ...]
@@ -105,27 +124,22 @@ class ModelComparison:
     only_in_reference: tuple[str, ...] = ()
     only_in_candidate: tuple[str, ...] = ()
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One line for every row with values that are not finite."""
+        return tuple(f"`{row.module}`: {row.problem}" for row in self.layers if row.problem)
+
 
 @torch.no_grad()
 def compare_weights(reference: Source, candidate: Source, progress: Progress) -> ModelComparison:
-    """Compare every weight; one of each checkpoint is in memory at a time.
+    """Compare every weight and every other float tensor; one of each is in memory at a time.
 
     Raises:
-        NotComparable: No weight is in both, or shapes differ.
+        NotComparable: They are of different models: no weight is in both, or architectures or
+            shapes differ.
     """
+    _check_one_model(reference, candidate)
     shared = [module for module in reference.weights if module in candidate.weights]
-    if not shared:
-        raise NotComparable(
-            f"`{reference.checkpoint.name}` and `{candidate.checkpoint.name}` have no weight of "
-            f"the same name: {listed(reference.weights)} against {listed(candidate.weights)}"
-        )
-    for module in shared:
-        shapes = reference.weights[module].shape, candidate.weights[module].shape
-        if shapes[0] != shapes[1]:
-            raise NotComparable(
-                f"weight of `{module}` has shape `{shapes[0]}` in the reference, `{shapes[1]}` "
-                "in the candidate"
-            )
     rows = []
     progress.start("weights", total=len(shared), unit="layers")
     for module in shared:
@@ -139,11 +153,69 @@ def compare_weights(reference: Source, candidate: Source, progress: Progress) ->
         )
         progress.advance(1, note=module)
     progress.finish()
-    return ModelComparison(
-        layers=tuple(rows),
-        only_in_reference=tuple(m for m in reference.weights if m not in candidate.weights),
-        only_in_candidate=tuple(m for m in candidate.weights if m not in reference.weights),
+    compared = (
+        _compare_plain(reference, candidate, name) for name in _shared_plain(reference, candidate)
     )
+    return ModelComparison(
+        layers=(*rows, *(row for row in compared if row.differs)),
+        only_in_reference=_only_in(reference, candidate),
+        only_in_candidate=_only_in(candidate, reference),
+    )
+
+
+def _check_one_model(reference: Source, candidate: Source) -> None:
+    configs = candidate.checkpoint.config, reference.checkpoint.config
+    differences = config_differences(*configs, ("architectures", "model_type"))
+    if differences:
+        raise NotComparable("not of one model: " + "; ".join(differences))
+    shared = [module for module in reference.weights if module in candidate.weights]
+    if not shared:
+        raise NotComparable(
+            f"`{reference.checkpoint.name}` and `{candidate.checkpoint.name}` have no weight of "
+            f"the same name: {listed(reference.weights)} against {listed(candidate.weights)}"
+        )
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for module in shared:
+        one, other = reference.weights[module], candidate.weights[module]
+        shapes[f"weight of `{module}`"] = one.shape, other.shape
+    for name in _shared_plain(reference, candidate):
+        entries = reference.plain[name], candidate.plain[name]
+        shapes[f"tensor `{name}`"] = tuple(entries[0].shape), tuple(entries[1].shape)
+    for what, (expected, found) in shapes.items():
+        if expected != found:
+            raise NotComparable(
+                f"{what} has shape `{expected}` in the reference, `{found}` in the candidate"
+            )
+
+
+def _shared_plain(reference: Source, candidate: Source) -> list[str]:
+    """Return the float tensors that both have beside their 2-D weights."""
+    return [
+        name
+        for name, entry in reference.plain.items()
+        if name in candidate.plain
+        and entry.dtype.is_floating_point
+        and candidate.plain[name].dtype.is_floating_point
+    ]
+
+
+def _compare_plain(reference: Source, candidate: Source, name: str) -> LayerComparison:
+    return LayerComparison(
+        module=name,
+        reference=_dtype_name(reference, name),
+        candidate=_dtype_name(candidate, name),
+        weight=error_sums(candidate.read_plain(name), reference.read_plain(name)),
+        is_plain=True,
+    )
+
+
+def _dtype_name(source: Source, name: str) -> str:
+    return str(source.plain[name].dtype).removeprefix("torch.")
+
+
+def _only_in(one: Source, other: Source) -> tuple[str, ...]:
+    weights = (module for module in one.weights if module not in other.weights)
+    return (*weights, *(name for name in one.plain if name not in other.plain))
 
 
 @torch.no_grad()
@@ -228,24 +300,10 @@ def with_outputs(
     comparison: ModelComparison, outputs: Mapping[str, ErrorSums], end: EndMetrics
 ) -> ModelComparison:
     """Join weight errors and output errors by module name."""
-    rows = {
-        row.module: LayerComparison(
-            module=row.module,
-            reference=row.reference,
-            candidate=row.candidate,
-            weight=row.weight,
-            output=outputs.get(row.module),
-        )
-        for row in comparison.layers
-    }
+    rows = {row.module: replace(row, output=outputs.get(row.module)) for row in comparison.layers}
     for name, sums in outputs.items():
         if name not in rows:
             rows[name] = LayerComparison(
                 module=name, reference="", candidate="", weight=None, output=sums
             )
-    return ModelComparison(
-        layers=tuple(rows.values()),
-        end=end,
-        only_in_reference=comparison.only_in_reference,
-        only_in_candidate=comparison.only_in_candidate,
-    )
+    return replace(comparison, layers=tuple(rows.values()), end=end)

@@ -21,8 +21,8 @@ def config_differences(
     """Return one line for every key that both have, with different values.
 
     Args:
-        output: config.json of the output; `text_config` inside counts too.
-        source: config.json of the source.
+        output: config.json of what is judged; `text_config` inside counts too.
+        source: config.json with the expected values.
         keys: Keys to compare.
     """
     lines = list(_differences(output, source, keys, ""))
@@ -42,7 +42,7 @@ def _differences(
         if key in _NULL_IS_ABSENT and (found is None or expected is None):
             continue
         if not _is_same(found, expected):
-            yield f"config: `{prefix}{key}` is `{found}`, the source has `{expected}`"
+            yield f"config: `{prefix}{key}` is `{found}`, expected `{expected}`"
 
 
 def _is_same(one: object, other: object) -> bool:

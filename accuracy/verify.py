@@ -100,9 +100,7 @@ def verify_sources(
     progress.start("verify", total=_total_bytes(output), unit="B")
     for module, weight in output.weights.items():
         if origin[module] in source.weights:
-            layers.append(
-                _check_weight(output, module, source, origin[module], nearest=nearest)
-            )
+            layers.append(_check_weight(output, module, source, origin[module], nearest=nearest))
         progress.advance(_weight_bytes(output, module), note=weight.module)
     problems = _missing_and_extra(output, source, origin)
     problems += [
@@ -141,11 +139,12 @@ def _check_weight(
 ) -> LayerReport:
     weight = output.weights[module]
     found = _compare(output, module, source, origin, nearest=nearest)
-    floor = math.inf if weight.scheme is None else sqnr_floor_db(weight.scheme)
+    scheme = weight.scheme
+    floor = math.inf if scheme is None else sqnr_floor_db(scheme, nearest=nearest)
     return LayerReport(
         module=module,
         source=source.weights[origin].encoding,
-        scheme="dense" if weight.scheme is None else str(weight.scheme),
+        scheme="dense" if scheme is None else str(scheme),
         bits_per_weight=8 * _weight_bytes(output, module) / max(1, math.prod(weight.shape)),
         relative=found.sums.relative,
         sqnr_db=found.sums.sqnr_db,

@@ -87,12 +87,22 @@ def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if tensor.dtype == dtype:
         return tensor
     cast = tensor.to(dtype)
-    if dtype == torch.float16:
-        overflows = int((cast.isinf() & ~tensor.isinf()).sum())
-        if overflows:
-            raise NonFiniteWeight(
-                f"{overflows} values of `{name}` do not fit into `{dtype}`, largest "
-                f"`{float(tensor.abs().max()):.4g}`",
-                hint="use bfloat16 or float32",
-            )
+    if not _may_overflow(tensor.dtype, dtype):
+        return cast
+    is_lost = tensor.isfinite() & ~cast.isfinite()
+    lost = int(is_lost.sum())
+    if lost:
+        largest = float(tensor[is_lost].abs().max())
+        raise NonFiniteWeight(
+            f"{lost} values of `{name}` do not fit into `{dtype}`, the source has "
+            f"`{tensor.dtype}`, largest `{largest:.4g}`",
+            hint="use bfloat16 or float32" if dtype == torch.float16 else "use float32",
+        )
     return cast
+
+
+def _may_overflow(source: torch.dtype, target: torch.dtype) -> bool:
+    """True if `source` has finite values that round to infinity in `target`."""
+    if not (source.is_floating_point and target.is_floating_point):
+        return False
+    return torch.finfo(source).max > torch.finfo(target).max

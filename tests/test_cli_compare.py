@@ -7,6 +7,7 @@ import json
 import pytest
 import tiny_checkpoints as tiny
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from quantload import api
 from quantload.cli import main
@@ -82,6 +83,34 @@ def test_other_models_exit_with_3(folders, tmp_path):
     assert done.exit_code == 3
     assert done.stdout == ""
     assert "has shape `(64, 128)` in the reference, `(64, 64)` in the candidate" in done.stderr
+
+
+def test_norms_and_what_is_not_finite_are_shown(folders, tmp_path):
+    norm, up = "model.norm.weight", "model.layers.0.mlp.up_proj"
+    tensors = load_file(folders[0] / "model.safetensors")
+    tensors[norm] *= 2
+    tensors[f"{up}.weight"][1, 1] = float("nan")
+    other = tiny.write(tmp_path / "other", tiny.config(), tensors)
+    done = run(folders[0], other)
+    assert done.exit_code == 0, done.output
+    assert f"PROBLEM `{up}`: 1 values of the candidate are not finite" in done.stdout
+    assert "1 weights differ, 15 are equal" in done.stdout
+    assert "1 other tensors differ" in done.stdout
+    assert "mean SQNR" not in done.stdout
+    rows = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("model.")]
+    assert rows[:2] == [up, norm]
+    content = json.loads(run(folders[0], other, "--json").stdout)
+    assert content["problems"] == [f"`{up}`: 1 values of the candidate are not finite"]
+    row = {row["module"]: row for row in content["layers"]}[norm]
+    assert row["weight"]["relative_error"] == 1.0
+
+
+def test_other_architectures_exit_with_3(folders, tmp_path):
+    tensors = load_file(folders[0] / "model.safetensors")
+    content = {**tiny.config(), "model_type": "mistral"}
+    done = run(folders[0], tiny.write(tmp_path / "other", content, tensors))
+    assert done.exit_code == 3
+    assert "`model_type` is `mistral`, expected `llama`" in done.stderr
 
 
 def read(**arguments):

@@ -112,6 +112,83 @@ def test_no_common_weight(tmp_path, folders):
         api.compare(source, tmp_path / "renamed")
 
 
+def edited(tmp_path, folders, change, **config):
+    """The source of the folders with tensors and config changed."""
+    tensors = load_file(folders[0] / "model.safetensors")
+    change(tensors)
+    return tiny.write(tmp_path / "edited", {**tiny.config(), **config}, tensors)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def test_a_norm_that_differs_is_a_row(tmp_path, folders):
+    def change(tensors):
+        tensors[NORM] *= 1.25
+
+    expected = load_file(folders[0] / "model.safetensors")[NORM]
+    comparison = api.compare(folders[0], edited(tmp_path, folders, change))
+    assert [row.module for row in comparison.layers if row.differs] == [NORM]
+    row = comparison.layers[-1]
+    assert row.is_plain
+    assert row.weight.relative == pytest.approx(relative(expected * 1.25, expected), rel=1e-12)
+    assert (row.reference, row.candidate) == ("bfloat16", "bfloat16")
+    assert len(comparison.layers) == 17  # the norms that are equal are no rows
+
+
+def test_rows_of_norms_stay_when_outputs_are_joined(tmp_path, folders):
+    def change(tensors):
+        tensors[NORM] *= 1.25
+
+    other = edited(tmp_path, folders, change)
+    comparison = api.compare(folders[0], other, sequences=SEQUENCES, device="cpu")
+    (row,) = [row for row in comparison.layers if row.is_plain]
+    assert (row.module, row.output) == (NORM, None)
+
+
+def test_values_that_are_not_finite(tmp_path, folders):
+    def change(tensors):
+        tensors[NORM][3:5] = math.nan
+        tensors[f"{UP}.weight"][0, 0] = math.inf
+
+    other = edited(tmp_path, folders, change)
+    assert api.compare(folders[0], other).problems == (
+        f"`{UP}`: 1 values of the candidate are not finite",
+        f"`{NORM}`: 2 values of the candidate are not finite",
+    )
+    assert api.compare(other, folders[0]).problems == (
+        f"`{UP}`: values of the reference are not finite",
+        f"`{NORM}`: values of the reference are not finite",
+    )
+
+
+def test_tensors_of_one_side(tmp_path, folders):
+    def change(tensors):
+        del tensors[NORM], tensors[f"{UP}.weight"]
+        tensors[f"{UP}.bias"] = torch.zeros(128)
+
+    comparison = api.compare(folders[0], edited(tmp_path, folders, change))
+    assert comparison.only_in_reference == (UP, NORM)
+    assert comparison.only_in_candidate == (f"{UP}.bias",)
+
+
+@pytest.mark.parametrize(
+    "config", [{"architectures": ["MistralForCausalLM"]}, {"model_type": "mistral"}]
+)
+def test_other_architectures_are_not_comparable(tmp_path, folders, config):
+    other = edited(tmp_path, folders, lambda tensors: None, **config)
+    with pytest.raises(NotComparable, match=r"not of one model: config: `(arch|model_type)"):
+        api.compare(folders[0], other)
+
+
+def test_other_shapes_of_a_norm_are_not_comparable(tmp_path, folders):
+    def change(tensors):
+        tensors[NORM] = tensors[NORM][:-1].clone()
+
+    with pytest.raises(NotComparable, match=f"tensor `{NORM}` has shape `.64,.` in the reference"):
+        api.compare(folders[0], edited(tmp_path, folders, change))
+
+
 class _Fixed(torch.nn.Module):
     """A language model that always gives the same logits."""
 

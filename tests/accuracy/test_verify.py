@@ -142,6 +142,14 @@ def _nan_in_a_norm(tensors):
     tensors["model.norm.weight"][7] = float("nan")
 
 
+def _norm_as_integers(tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+
+def _norm_as_booleans(tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].bool()
+
+
 def _other_shape(tensors):
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].contiguous()
 
@@ -170,7 +178,9 @@ FAULTS = [
     (_rename, "1 tensors of the source are missing: `model.norm.weight`"),
     (_one_ulp, "`model.embed_tokens`: 1 values differ from the source cast to `torch.bfloat16`"),
     (_one_ulp_of_a_norm, "tensor `model.norm.weight`: 1 values differ"),
-    (_nan_in_a_norm, "tensor `model.norm.weight`: 1 values differ"),
+    (_nan_in_a_norm, "tensor `model.norm.weight`: 1 values are not finite"),
+    (_norm_as_integers, "tensor `model.norm.weight`: dtype is `torch.int8`, the source has"),
+    (_norm_as_booleans, "tensor `model.norm.weight`: dtype is `torch.bool`, the source has"),
     (_other_shape, "`lm_head`: shape is `(95, 64)`, the source has `(96, 64)`"),
     (_other_shape_of_a_norm, "tensor `model.norm.weight`: shape is `(63,)`"),
     (_narrower, f"`{DOWN}`: shape is `(64, 96)`, the source has `(64, 128)`"),
@@ -217,7 +227,7 @@ def test_fp8_codes_of_another_layer(tmp_path, source):
         tensors[f"{UP}.weight"] = tensors[f"{GATE}.weight"].clone()
 
     (failure,) = _verify(_edited(output, copy), source).failures()
-    assert failure.startswith(f"`{UP}`: SQNR is ")
+    assert failure.startswith(f"`{UP}`: noise is ")
 
 
 def test_a_scale_of_zero_for_a_group_of_zeros_passes(tmp_path, source):
@@ -239,6 +249,62 @@ def test_codes_that_cannot_be_decoded_fail_their_layer_alone(tmp_path, source):
     (failure,) = report.failures()
     assert "weight_g_idx" in failure
     assert len(report.layers) == 16
+
+
+def test_values_that_are_not_finite_in_the_source_fail_too(tmp_path, source):
+    def damage(tensors):
+        tensors["model.norm.weight"][7] = float("nan")
+        tensors["model.embed_tokens.weight"][7, 2:4] = float("inf")
+
+    _edited(source, damage)
+    report = _verify(converted(source, tmp_path / "out", "W4A16:g32"), source)
+    assert report.failures() == [
+        "`model.embed_tokens`: 2 values are not finite",
+        "tensor `model.norm.weight`: 1 values are not finite",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 1),
+        ("num_key_value_heads", 4),
+        ("rope_theta", 500000.0),
+        ("rms_norm_eps", 1e-6),
+        ("hidden_act", "gelu"),
+        ("architectures", ["MistralForCausalLM"]),
+        ("rope_scaling", None),
+    ],
+)
+@pytest.mark.parametrize("place", ["", "text_config."])
+def test_a_config_of_another_model(tmp_path, source, key, value, place):
+    content = json.loads((source / "config.json").read_text())
+    content["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    output = converted(source, tmp_path / "out", "W4A16:g32")
+    scheme = json.loads((output / "config.json").read_text())["quantization_config"]
+    for folder, extra in ((source, {}), (output, {key: value})):
+        written = {**content, "text_config": content | extra} if place else content | extra
+        written |= {"quantization_config": scheme} if extra else {}
+        (folder / "config.json").write_text(json.dumps(written))
+    (failure,) = _verify(output, source).failures()
+    assert failure == f"config: `{place}{key}` is `{value}`, expected `{content[key]}`"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": 9.99999974e-06},  # 1e-5 in float32
+        {"head_dim": None},
+        {"rope_theta": ...},
+        {"dtype": "float32", "use_cache": False},
+    ],
+)
+def test_configs_that_say_the_same(tmp_path, source, change):
+    output = converted(source, tmp_path / "out", "dense")
+    content = json.loads((output / "config.json").read_text()) | change
+    kept = {key: value for key, value in content.items() if value is not ...}
+    (output / "config.json").write_text(json.dumps(kept))
+    assert _verify(output, source).failures() == []
 
 
 def test_dense_output_that_lost_precision(tmp_path, source):

@@ -114,6 +114,29 @@ def test_values_that_do_not_fit_into_float16(tmp_path, folder):
     assert opened(output).read_plain("model.norm.weight")[0] == 999424.0  # 1e6 in bfloat16
 
 
+@pytest.mark.parametrize("name", ["model.norm.weight", f"{DOWN}.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    ("source", "target"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)]
+)
+def test_values_that_overflow_in_any_dtype(tmp_path, folder, name, source, target):
+    made = {k: tensor.to(source) for k, tensor in load_file(folder / "model.safetensors").items()}
+    made[name].view(-1)[3] = -torch.finfo(source).max
+    tiny.save_file(made, folder / "model.safetensors")
+    with pytest.raises(NonFiniteWeight) as caught:
+        converted(folder, tmp_path / "out", "dense", dtype=target)
+    module = name if "norm" in name else name.removesuffix(".weight")
+    message = f"1 values of `{module}` do not fit into `{target}`, the source has `{source}`"
+    assert message in str(caught.value)
+
+
+def test_what_is_not_finite_in_the_source_is_no_overflow(tmp_path, folder):
+    made = {k: tensor.float() for k, tensor in load_file(folder / "model.safetensors").items()}
+    made["model.norm.weight"][0] = float("-inf")
+    tiny.save_file(made, folder / "model.safetensors")
+    output = converted(folder, tmp_path / "out", "dense", dtype=torch.bfloat16)
+    assert opened(output).read_plain("model.norm.weight")[0] == float("-inf")
+
+
 def test_an_error_in_the_middle_leaves_nothing(tmp_path, folder, monkeypatch):
     quantize, calls = convert_module.quantize_rtn, []
 
