@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 
-import httpx2 as httpx
 import huggingface_hub
 import pytest
 import tiny_checkpoints as tiny
@@ -16,6 +15,11 @@ from quantload.cli import main
 from quantload.errors import SourceNotFound
 from quantload.loader.hub import fetch_snapshot, is_hub_id
 from quantload.loader.open import open_checkpoint
+
+try:  # what huggingface_hub 2 speaks with; version 1 has httpx
+    import httpx2 as httpx
+except ImportError:
+    import httpx
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = "89abcdef0123456789abcdef0123456789abcdef"
