@@ -19,11 +19,12 @@ from quantload import api
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCHEMES = ["W4A16", "W4A16:g64", "W4A16_ASYM:g64", "W8A8", "FP8_DYNAMIC"]
-PROMPTS = {
-    "The capital of France is": "Paris",
-    "The opposite of hot is": "cold",
-    "def add(a, b):\n    return": "a + b",
-}
+PROMPTS = [
+    "The capital of France is",
+    "Water is made of hydrogen and",
+    "def add(a, b):\n    return",
+]
+NEW_TOKENS = 12
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -41,13 +42,26 @@ def vllm_python() -> str:
     return python
 
 
+def own_texts(folder):
+    model, tokenizer = api.load(folder, device="cpu"), api.load_tokenizer(folder)
+    return [api.generate(model, tokenizer, p, max_new_tokens=NEW_TOKENS) for p in PROMPTS]
+
+
+def shared_start(one, two):
+    return len(os.path.commonprefix([one, two]))
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_vllm_continues_prompts(vllm_python, tmp_path, scheme):
+    """It knows the capital, and starts most texts as quantload does with the same checkpoint.
+
+    Not all: both run in bfloat16, and a model of this size has close calls.
+    """
     folder = tmp_path / "model"
     api.convert(smollm2_file(), folder, scheme)
     script = Path(__file__).parent / "vllm_generate.py"
     done = subprocess.run(
-        [vllm_python, str(script), str(folder), json.dumps(list(PROMPTS))],
+        [vllm_python, str(script), str(folder), str(NEW_TOKENS), json.dumps(PROMPTS)],
         capture_output=True,
         text=True,
         env={**os.environ, **ENVIRONMENT},
@@ -56,5 +70,7 @@ def test_vllm_continues_prompts(vllm_python, tmp_path, scheme):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     texts = json.loads(done.stdout.strip().splitlines()[-1])
-    for (prompt, expected), text in zip(PROMPTS.items(), texts, strict=True):
-        assert expected in text, (prompt, text)
+    own = own_texts(folder)
+    assert "Paris" in texts[0], texts
+    alike = [shared_start(text, mine) >= 4 for text, mine in zip(texts, own, strict=True)]
+    assert sum(alike) >= 2, (texts, own)
