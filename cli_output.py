@@ -77,7 +77,8 @@ class BarProgress:
         self._task: TaskID | None = None
 
     def __enter__(self) -> BarProgress:
-        self._bars.start()
+        if not self._bars.disable:  # rich 14 would end an empty display with a line
+            self._bars.start()
         return self
 
     def __exit__(
@@ -86,7 +87,8 @@ class BarProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bars.stop()
+        if not self._bars.disable:
+            self._bars.stop()
 
     def start(self, phase: str, *, total: int, unit: str) -> None:
         """Add a bar."""
