@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,6 +210,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     fuse: bool = True,
+    quantize_inputs: bool = True,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
@@ -220,6 +221,8 @@ def load(
         device: Where the model lives; None takes CUDA where there is one.
         dtype: dtype of activations and full-precision parameters; None takes the config's.
         fuse: Run q/k/v and gate/up as one product each.
+        quantize_inputs: Round the inputs of layers as the checkpoint says; False keeps them in full
+            precision, so that the model shows its weights alone.
         progress: Draws progress; silent by default.
         trust_remote_code: Run modelling code that comes with the checkpoint.
 
@@ -232,6 +235,7 @@ def load(
         device=parse_device(device),
         dtype=parse_dtype(dtype) if isinstance(dtype, str) else dtype,
         fuse=fuse,
+        quantize_inputs=quantize_inputs,
         progress=progress,
         trust_remote_code=trust_remote_code,
     )
@@ -243,6 +247,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype | None = None,
     fuse: bool = True,
+    quantize_inputs: bool = True,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
@@ -257,9 +262,10 @@ def load_model(
         config, folder, dtype=dtype, trust_remote_code=trust_remote_code
     )
     mapper = surgery.mapper_of(model)
-    schemes = surgery.schemes_in_model(
-        mapper, {name: w.scheme for name, w in source.weights.items() if w.scheme is not None}
-    )
+    schemes = {name: w.scheme for name, w in source.weights.items() if w.scheme is not None}
+    if not quantize_inputs:
+        schemes = {name: replace(scheme, input=None) for name, scheme in schemes.items()}
+    schemes = surgery.schemes_in_model(mapper, schemes)
     found = siblings.find_siblings(model)
     stacks = surgery.replace_linears(model, schemes, found, dtype=dtype, fuse=fuse)
     done = assign(

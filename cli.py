@@ -192,7 +192,7 @@ def inspect(source: str, every: bool, as_json: bool) -> None:
     from quantload import api, cli_output
 
     opened = api.inspect(source)
-    _warn(opened.checkpoint.warnings)
+    _warn(opened.warnings)
     if as_json:
         cli_output.print_json(cli_output.inspect_json(opened))
     else:

@@ -270,7 +270,7 @@ def inspect_json(source: Source) -> dict[str, Any]:
             entry.name: [str(entry.dtype)[6:], list(entry.shape)] for entry in source.plain.values()
         },
         "weight_bytes": sum(entry.num_bytes for entry in source.checkpoint.tensors.values()),
-        "warnings": list(source.checkpoint.warnings),
+        "warnings": list(source.warnings),
     }
 
 

@@ -122,12 +122,17 @@ def _total_bytes(source: Source) -> int:
 
 def _missing_and_extra(output: Source, source: Source, origin: Mapping[str, str]) -> list[str]:
     problems = []
-    missing = [m for m in source.weights if m not in output.weights]
+    parameters = {w.parameter_name: w for w in source.weights.values() if not w.is_matrix}
+    missing = [
+        module
+        for module, weight in source.weights.items()
+        if module not in output.weights and weight.parameter_name not in output.plain
+    ]
     missing += [name for name in source.plain if name not in output.plain]
     if missing:
         problems.append(f"{len(missing)} tensors of the source are missing: {listed(missing)}")
     extra = [m for m in output.weights if origin[m] not in source.weights]
-    extra += [name for name in output.plain if name not in source.plain]
+    extra += [n for n in output.plain if n not in source.plain and n not in parameters]
     if extra:
         problems.append(f"{len(extra)} tensors are not in the source: {listed(extra)}")
     return problems
@@ -158,7 +163,7 @@ def _check_weight(
 def _compare(
     output: Source, module: str, source: Source, origin: str, *, nearest: bool
 ) -> WeightCheck:
-    shape, expected = output.weights[module].shape, source.weights[origin].shape
+    shape, expected = output.weights[module].shape, source.weights[origin].parameter_shape
     unknown = ErrorSums(noise=math.inf)
     if shape != expected:
         problem = f"shape is `{shape}`, the source has `{expected}`"
@@ -167,7 +172,7 @@ def _compare(
         candidate = output.read_weight(module)
     except QuantloadError as error:
         return WeightCheck(sums=unknown, problem=error.message)
-    reference = source.read_dense(origin)
+    reference = source.read_parameter(origin)
     if not isinstance(candidate, QuantTensor):
         return WeightCheck(
             sums=error_sums(candidate, reference), problem=_difference(candidate, reference)
@@ -197,7 +202,12 @@ def _difference(candidate: Tensor, reference: Tensor) -> str:
 
 
 def _check_plain(output: Source, source: Source, name: str) -> str:
-    if name not in source.plain:
+    modules = {w.parameter_name: m for m, w in source.weights.items() if not w.is_matrix}
+    if name in source.plain:
+        reference = source.read_plain(name)
+    elif name in modules:
+        reference = source.read_parameter(modules[name])
+    else:
         return ""
-    problem = _difference(output.read_plain(name), source.read_plain(name))
+    problem = _difference(output.read_plain(name), reference)
     return f"tensor `{name}`: {problem}" if problem else ""

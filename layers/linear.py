@@ -7,14 +7,15 @@ packs them for a kernel when all are there (`finish`). Nothing of this hangs on 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from quantload.errors import ModelError, ShapeError
-from quantload.quant.qtensor import QuantTensor, stack
+from quantload.quant.qtensor import InnerUse, QuantTensor
 from quantload.quant.scheme import Scheme
+from quantload.quant.stacking import stack
 from quantload.runtime.gemm import choose, usable_input
 
 Key = tuple[str, int]  # leaf and slot of a tensor that a layer waits for
@@ -52,6 +53,40 @@ class DenseLinear(nn.Module):
     def weight_values(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [N, K]."""
         return self.weight.to(dtype)
+
+
+class ScaledInput(nn.Module):
+    """y = gemm(x * factor), or x / factor: the columns' factors of a weight, applied to its input.
+
+    Args:
+        gemm: Multiplies with the weight without its factors.
+        factor: [K].
+        use: "*" or "/".
+    """
+
+    factor: Tensor
+
+    def __init__(self, gemm: nn.Module, factor: Tensor, use: InnerUse) -> None:
+        super().__init__()
+        self.gemm, self.use = gemm, use
+        self.register_buffer("factor", factor)
+
+    @property
+    def differentiable(self) -> bool:
+        """True if the product with the weight is."""
+        return is_differentiable(self.gemm)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map x [..., K] to [..., N]."""
+        return self.gemm(self._scaled(x), bias)  # type: ignore[no-any-return]
+
+    def weight_values(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K], factors included."""
+        return self._scaled(self.gemm.weight_values(dtype))  # type: ignore[operator]
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        factor = self.factor.to(x.dtype)
+        return x * factor if self.use == "*" else x / factor
 
 
 class QuantLinear(nn.Module):
@@ -145,10 +180,14 @@ class QuantLinear(nn.Module):
             self.kernel = KernelReport("dense", note=note)
             return DenseLinear(dense[0] if len(dense) == 1 else torch.cat(dense))
         weight = stack(quantized).evaluated_in(self.dtype)
+        factor, weight = weight.inner, replace(weight, inner=None)
         scheme, note = usable_input(self.scheme.input)
         choice = choose(weight, scheme, device=device, dtype=self.dtype)
         self.kernel = KernelReport(choice.kernel.name, choice.refused, note)
-        return choice.kernel.pack(weight, scheme, device=device, dtype=self.dtype)
+        gemm = choice.kernel.pack(weight, scheme, device=device, dtype=self.dtype)
+        if factor is None:
+            return gemm
+        return ScaledInput(gemm, factor.to(device), weight.evaluation.inner)
 
     # -- running -------------------------------------------------------------------------------
 

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from quantload.layers.linear import QuantLinear
-from quantload.quant.qtensor import QuantTensor, why_not_stackable
+from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import Scheme
+from quantload.quant.stacking import why_not_stackable
 
 _UNREADABLE = -1
 _COMPILED = 0  # stands for the thread in compiled code; never the id of one

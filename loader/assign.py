@@ -169,7 +169,7 @@ def _tensors(
 ) -> Iterator[tuple[str, SourceWeight | None, tuple[int, ...], tuple[str, ...]]]:
     """Yield (name, weight or None, shape, tensor names) of all that the checkpoint holds."""
     for module, weight in source.weights.items():
-        yield module, weight, weight.shape, tuple(weight.leaves.values())
+        yield module, weight, weight.parameter_shape, tuple(weight.leaves.values())
     for name, entry in source.plain.items():
         yield name, None, entry.shape, (name,)
 
@@ -182,7 +182,7 @@ def _num_bytes(source: Source, name: str) -> int:
 def _target_of(name: str, weight: SourceWeight | None, mapper: WeightMapper) -> Target | None:
     if weight is None:
         return mapper.find(name)
-    target = mapper.find(f"{name}.weight")
+    target = mapper.find(weight.parameter_name)
     if target is None and not weight.is_quantized:  # a matrix that is not called "weight"
         target = mapper.find(next(iter(weight.leaves.values())))
     return target
@@ -211,6 +211,8 @@ def _by_module(jobs: list[Job]) -> dict[str, list[Job]]:
 def _read(source: Source, job: Job) -> QuantTensor | Tensor:
     if job.weight is None:
         return source.read_plain(job.name)
+    if not job.weight.is_matrix:
+        return source.read_parameter(job.name)
     return source.read_weight(job.name)
 
 

@@ -7,14 +7,14 @@ decided in `loader/open.py`; a checkpoint only knows the result.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantload.errors import CheckpointError, HeaderError, MissingTensor, ShapeError
+from quantload.errors import CheckpointError, HeaderError, MissingTensor, ShapeError, listed
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class TensorEntry:
         num_bytes: Length in bytes.
         block_type: GGUF type such as "Q4_1" if the bytes are its blocks, else "".
         interleaved_heads: Heads whose rows GGUF stores rotated pair by pair; 0 if stored in order.
+        loaded: The tensor itself, if it came out of a pickled file (mapped into memory, not read).
     """
 
     name: str
@@ -40,6 +41,7 @@ class TensorEntry:
     num_bytes: int
     block_type: str = ""
     interleaved_heads: int = 0
+    loaded: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_elements(self) -> int:
@@ -85,9 +87,22 @@ class Checkpoint:
             raise MissingTensor(f"tensor `{tensor_name}` is not in `{self.name}`")
         return unpermute_rows(read_entry(entry), entry.interleaved_heads)
 
+    def renamed(self, names: Mapping[str, str]) -> Checkpoint:
+        """Return the checkpoint with tensors under other names: {stored name: name}."""
+        tensors = {
+            names.get(name, name): replace(entry, name=names.get(name, name))
+            for name, entry in self.tensors.items()
+        }
+        if len(tensors) < len(self.tensors):
+            lost = [name for name in names if names[name] in self.tensors]
+            raise CheckpointError(f"two tensors have one name: {listed(lost)}, in `{self.name}`")
+        return replace(self, tensors=tensors)
+
 
 def read_entry(entry: TensorEntry) -> Tensor:
     """Read the bytes of one tensor; see `Checkpoint.read`."""
+    if entry.loaded is not None:
+        return entry.loaded.clone(memory_format=torch.contiguous_format)
     raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
     try:
         _read_into(entry, raw.numpy().data)

@@ -77,7 +77,10 @@ def _convert(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
 
 def _read_dense(plan: Plan, row: PlanRow) -> Tensor:
     if row.read_from in plan.source.weights:
-        tensor = plan.source.read_dense(row.read_from)
+        if row.scheme is None:
+            tensor = plan.source.read_parameter(row.read_from)
+        else:
+            tensor = plan.source.read_dense(row.read_from)
     else:
         tensor = plan.source.read_plain(row.read_from)
     return _cast(tensor, row.dtype, row.module)

@@ -136,7 +136,7 @@ def make_plan(
     )
     schemes = {row.module: row.scheme for row in rows if row.scheme is not None}
     new_config = output_config(
-        source.checkpoint,
+        source,
         schemes,
         kept=[row.module for row in rows if row.scheme is None and _is_linear(row, facts)],
         named=[module for module in schemes if _kind_of(module, facts) != "linear"],
@@ -144,7 +144,7 @@ def make_plan(
         untied=any(row.module in facts.tied for row in rows),
         dtypes={row.dtype for row in rows},
     )
-    warnings = [*source.checkpoint.warnings, *outcome.warnings]
+    warnings = [*source.warnings, *outcome.warnings]
     warnings += [f"rule `{rule}` decides nothing: other rules cover more" for rule in undecided]
     warnings += [*_about_requantizing(source, rows), *_about_kept(source, config, rows)]
     if reason := missing_layers(source.checkpoint.config, source.checkpoint.tensors):
@@ -221,6 +221,9 @@ def _kind(module: str, facts: ModelFacts) -> Kind:
 
 def _fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | None, str]:
     columns = weight.shape[1]
+    if not weight.is_matrix:
+        kind = f"{weight.experts} experts" if weight.experts else "input features first"
+        return None, f"kept: `{weight.parameter_name}` holds {kind}; {reason}"
     if 0 in weight.shape:
         return None, f"kept: the weight is empty; {reason}"
     fitted = scheme.fitted(columns)
@@ -241,7 +244,8 @@ def _row(choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOp
     scheme = outcome.schemes[module]
     dtype = _working_dtype(weight, source, options, is_scale=not _is_dense(scheme))
     if scheme is None or scheme.weight is None:
-        tensors = [OutputTensor(f"{module}.weight", dtype, weight.shape, f"{weight.module}.weight")]
+        name = weight.parameter_name if module == weight.module else f"{module}.weight"
+        tensors = [OutputTensor(name, dtype, weight.parameter_shape, weight.parameter_name)]
     else:
         leaves = layout(scheme, weight.shape, dtype)
         tensors = [
@@ -250,7 +254,7 @@ def _row(choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOp
         ]
     return PlanRow(
         module=module,
-        shape=weight.shape,
+        shape=weight.parameter_shape,
         source=weight.encoding,
         scheme=scheme if scheme is not None and scheme.weight is not None else None,
         reason=outcome.reasons[module],

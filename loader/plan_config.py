@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from quantload.loader.checkpoint import Checkpoint
 from quantload.loader.formats.compressed_tensors_config import build_config, validate_config
+from quantload.loader.source import Source
 from quantload.quant.scheme import Scheme
 
 DTYPE_NAMES = {
@@ -19,7 +19,7 @@ DTYPE_NAMES = {
 
 
 def output_config(
-    checkpoint: Checkpoint,
+    source: Source,
     schemes: Mapping[str, Scheme],
     *,
     kept: Iterable[str],
@@ -31,7 +31,7 @@ def output_config(
     """Return the config.json of an output: that of the source, but for what changes.
 
     Args:
-        checkpoint: The source.
+        source: What is converted.
         schemes: Scheme of each quantized module.
         kept: Linear modules in full precision.
         named: Quantized modules that engines find by name only.
@@ -42,14 +42,14 @@ def output_config(
     Raises:
         FormatMismatch: compressed-tensors refuses the generated config.
     """
-    config = dict(checkpoint.config)
+    config = dict(source.checkpoint.config)
+    cache_scheme = source.reader.cache_scheme
     for key in ("quantization_config", "compression_config"):
         config.pop(key, None)
     if isinstance(config.get("text_config"), Mapping):
         config["text_config"] = {
             k: v for k, v in config["text_config"].items() if k != "quantization_config"
         }
-    cache_scheme = (checkpoint.quantization_config or {}).get("kv_cache_scheme")
     if schemes or cache_scheme:
         ignored = dict.fromkeys([*kept, *(alias for alias in tied if alias not in schemes)])
         config["quantization_config"] = build_config(

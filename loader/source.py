@@ -5,9 +5,10 @@ Behind this object nobody asks for the format: a weight is a `QuantTensor` or a 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,15 @@ class SourceWeight:
 
     Args:
         module: Dotted checkpoint name of the module.
-        shape: (N, K): output and input features.
+        shape: (N, K): output and input features; of one expert, if there are `experts`.
         scheme: How it is quantized; None if it is in full precision.
         encoding: What the headers say, for people: "BF16", "Q4_1", "pack-quantized int4 g128".
         dtype: dtype that it dequantizes to.
         leaves: Tensor names it consumes, by leaf ("weight", "weight_packed", "weight_scale", ...).
         decided_by: The entry of the quantization config that decided, if any.
+        parameter: Name of the parameter in full precision; "" is `<module>.weight`.
+        experts: E, if the parameter holds the weights of E experts; 0 for an ordinary weight.
+        is_transposed: True if the parameter has input features first: [K, N], [E, K, N].
     """
 
     module: str
@@ -40,6 +44,25 @@ class SourceWeight:
     dtype: torch.dtype
     leaves: Mapping[str, str]
     decided_by: str = ""
+    parameter: str = ""
+    experts: int = 0
+    is_transposed: bool = False
+
+    @property
+    def parameter_name(self) -> str:
+        """Name of the parameter in full precision."""
+        return self.parameter or f"{self.module}.weight"
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter in full precision."""
+        matrix = self.shape[::-1] if self.is_transposed else self.shape
+        return (self.experts, *matrix) if self.experts else matrix
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if the parameter is the weight [N, K] of one layer, output features first."""
+        return not self.experts and not self.is_transposed
 
     @property
     def is_quantized(self) -> bool:
@@ -47,21 +70,38 @@ class SourceWeight:
         return self.scheme is not None
 
 
-class Reader(Protocol):
+class Reader(ABC):
     """What a format makes of one checkpoint; see `loader/formats`.
 
     Args:
+        checkpoint: The checkpoint as the format reads it: tensors that it only stores under another
+            name have their usual one.
+
+    Attributes:
         widens_floats: True if the container stores float tensors wider than the model had them, so
             that they go back to the dtype of the config when they are copied.
+        cache_scheme: How keys and values are cached, as compressed-tensors writes it down.
+        warnings: What the user should know about this checkpoint.
     """
 
-    widens_floats: bool
+    widens_floats = False
 
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.cache_scheme: Mapping[str, Any] | None = None
+        self.warnings: list[str] = []
+
+    @abstractmethod
     def weights(self) -> Mapping[str, SourceWeight]:
-        """Describe every 2-D weight, by module."""
+        """Describe every weight that the format may quantize, by module."""
 
+    @abstractmethod
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
-        """Read a weight: canonical if it is quantized, else a float tensor [N, K]."""
+        """Read a weight: canonical if it is quantized, else a float tensor.
+
+        Returns:
+            [N, K]; with experts [E * N, K], the rows of expert e from e * N.
+        """
 
 
 @dataclass(frozen=True)
@@ -72,8 +112,8 @@ class Source:
         checkpoint: Files and headers.
         format_name: Name of the format, for people.
         reader: Decodes weights.
-        weights: Every 2-D weight, by module.
-        plain: All tensors that belong to no 2-D weight (norms, biases, ...), by tensor name.
+        weights: Every weight that the format may quantize, by module.
+        plain: All tensors that belong to none of them (norms, biases, ...), by tensor name.
     """
 
     checkpoint: Checkpoint
@@ -83,12 +123,17 @@ class Source:
     plain: Mapping[str, TensorEntry]
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know: of the files, and of what the format makes of them."""
+        return (*self.checkpoint.warnings, *self.reader.warnings)
+
+    @property
     def is_quantized(self) -> bool:
         """True if any weight is stored as codes."""
         return any(weight.is_quantized for weight in self.weights.values())
 
     def read_weight(self, module: str) -> QuantTensor | Tensor:
-        """Read the weight of a module: [N, K], canonical or float."""
+        """Read the weight of a module: [N, K] or [E * N, K], canonical or float."""
         return self.reader.decode(self.weights[module])
 
     def read_dense(self, module: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -98,6 +143,17 @@ class Source:
             return weight.dequantize(dtype)
         return weight if dtype is None else weight.to(dtype)
 
+    def read_parameter(self, module: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Read a weight as the parameter of a model in full precision, see `parameter_shape`."""
+        return as_parameter(self.read_dense(module, dtype), self.weights[module])
+
     def read_plain(self, tensor_name: str) -> Tensor:
         """Read a tensor that belongs to no 2-D weight, as stored."""
         return self.checkpoint.read(tensor_name)
+
+
+def as_parameter(matrix: Tensor, weight: SourceWeight) -> Tensor:
+    """Turn a decoded weight [N, K] or [E * N, K] into the shape of its parameter."""
+    if weight.experts:
+        matrix = matrix.reshape(weight.experts, *weight.shape)
+    return matrix.transpose(-1, -2).contiguous() if weight.is_transposed else matrix

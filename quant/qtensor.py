@@ -4,13 +4,14 @@
     offset form   W[n, k] =  value(code[n, k]) * scale[n', k'] + offset[n', k']
                   n' = n // block_rows,  k' = k // block_columns  (or group_of[k])
 
-and, where present, `outer[n]`: a factor or divisor per tensor or per row.
+and, where present, `outer[n]`: a factor or divisor per tensor or per row; last, `inner[k]`: a
+factor or divisor per column, which a layer may as well apply to its input.
 
-Codes are logical `[N, K]`, output features first, one code per element. `scale`, `zero`, `offset`
-and `outer` keep the dtype they had on disk. The dtype and order of evaluation are part of the
-tensor, since producers differ in them and the rounding shows: `dequantize` gives the producer's own
-bits. Stacking and slicing only repeat or select scales: they are exact, and never refuse because
-a cut runs through a block.
+Codes are logical `[N, K]`, output features first, one code per element. All other parts keep the
+dtype they had on disk. The dtype and order of evaluation are part of the tensor, since producers
+differ in them and the rounding shows: `dequantize` gives the producer's own bits. Stacking and
+slicing only repeat or select scales: they are exact, and never refuse because a cut runs through a
+block.
 
 Letters: N output features, K input features, R blocks of rows, G groups of columns.
 """
@@ -18,7 +19,6 @@ Letters: N output features, K input features, R blocks of rows, G groups of colu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from quantload.errors import ShapeError
 from quantload.quant.grid import Grid
 
 OuterUse = Literal["scale*", "scale/", "value*", "value/"]
+InnerUse = Literal["*", "/"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,12 @@ class Evaluation:
         dtype: Every operand is cast to this, and every operation rounds to it.
         outer: "scale*" and "scale/": the scale is multiplied or divided by `outer` before it meets
             the values. "value*" and "value/": the finished values are.
+        inner: Whether columns are multiplied or divided by `inner`.
     """
 
     dtype: torch.dtype
     outer: OuterUse = "scale*"
+    inner: InnerUse = "*"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,6 +59,7 @@ class QuantTensor:
         zero: [R, G], in units of a code; affine form only.
         offset: [R, G], in units of a weight; offset form only.
         outer: [1, 1] or [N, 1], float.
+        inner: [K], float: AWQ and SmoothQuant scales that were not folded into another layer.
         block: Rows and columns that share one scale; R = ceil(N / rows), G = ceil(K / columns).
             The last block may be partial.
         group_of: [K] int32, the group of each column (act-order); `block[1]` is then unused.
@@ -73,6 +77,7 @@ class QuantTensor:
     zero: Tensor | None = None
     offset: Tensor | None = None
     outer: Tensor | None = None
+    inner: Tensor | None = None
     group_of: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -98,11 +103,13 @@ class QuantTensor:
             raise ShapeError(
                 f"`outer` has shape `{tuple(self.outer.shape)}`, expected (1, 1) or ({n_rows}, 1)"
             )
-        if self.group_of is not None and tuple(self.group_of.shape) != (self.codes.shape[1],):
-            raise ShapeError(
-                f"`group_of` has shape `{tuple(self.group_of.shape)}`, "
-                f"expected ({self.codes.shape[1]},)"
-            )
+        for name in ("group_of", "inner"):
+            of_column: Tensor | None = getattr(self, name)
+            if of_column is not None and tuple(of_column.shape) != (self.codes.shape[1],):
+                raise ShapeError(
+                    f"`{name}` has shape `{tuple(of_column.shape)}`, "
+                    f"expected ({self.codes.shape[1]},)"
+                )
 
     def _grid_shape(self) -> tuple[int, int]:
         n_rows, n_columns = self.codes.shape
@@ -162,6 +169,10 @@ class QuantTensor:
             values *= self.outer.to(working)
         elif self.outer is not None and self.evaluation.outer == "value/":
             values /= self.outer.to(working)
+        if self.inner is not None and self.evaluation.inner == "*":
+            values *= self.inner.to(working)
+        elif self.inner is not None:
+            values /= self.inner.to(working)
         return values if dtype is None else values.to(dtype)
 
     def _scale_with_outer(self) -> Tensor:
@@ -245,12 +256,14 @@ class QuantTensor:
         """
         self._check_range("columns", start, stop, self.shape[1])
         codes = self.codes[:, start:stop]
+        inner = None if self.inner is None else self.inner[start:stop]
         if self.group_of is not None:
-            return replace(self, codes=codes, group_of=self.group_of[start:stop])
+            return replace(self, codes=codes, inner=inner, group_of=self.group_of[start:stop])
         size = _size_after_cut(start, stop, self.block[1])
         return replace(
             self,
             codes=codes,
+            inner=inner,
             block=(self.block[0], size),
             **self._regridded((0, self.shape[0], self.block[0]), (start, stop, size)),
         )
@@ -284,94 +297,3 @@ def _size_after_cut(start: int, stop: int, size: int) -> int:
     if start // size == (stop - 1) // size:
         return stop - start
     return math.gcd(start, size)
-
-
-def why_not_stackable(members: Sequence[QuantTensor]) -> str | None:
-    """Say why the members cannot become one tensor, or None if they can."""
-    first = members[0]
-    reasons = (_why_unlike(first, other) for other in members[1:])
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _why_unlike(first: QuantTensor, other: QuantTensor) -> str | None:
-    if other.shape[1] != first.shape[1]:
-        return f"input widths differ: {first.shape[1]} and {other.shape[1]}"
-    if other.grid != first.grid:
-        return f"grids differ: {first.grid.name} and {other.grid.name}"
-    if other.evaluation != first.evaluation or other.scale.dtype != first.scale.dtype:
-        return "dtype or order of evaluation differ"
-    for name in ("zero", "offset"):
-        one, two = getattr(first, name), getattr(other, name)
-        if (one is None) != (two is None) or (one is not None and one.dtype != two.dtype):
-            return f"only some have a `{name}`, or their dtypes differ"
-    outer_dtypes = {part.dtype for part in (first.outer, other.outer) if part is not None}
-    if len(outer_dtypes) > 1:
-        return "dtypes of `outer` differ"
-    return _why_ordered_differently(first, other)
-
-
-def _why_ordered_differently(first: QuantTensor, other: QuantTensor) -> str | None:
-    if first.group_of is None and other.group_of is None:
-        return None
-    if first.group_of is None or other.group_of is None:
-        return "only some are ordered by activation"
-    same_groups = first.scale.shape[1] == other.scale.shape[1]
-    if not same_groups or not torch.equal(first.group_of, other.group_of):
-        return "their act-orders differ"
-    return None
-
-
-def stack(members: Sequence[QuantTensor]) -> QuantTensor:
-    """Concatenate along the output features, exactly: scales are repeated where blocks differ.
-
-    Args:
-        members: Tensors [N_i, K] on one grid with one order of evaluation.
-
-    Returns:
-        [sum of N_i, K]; rows of member i follow those of member i - 1.
-
-    Raises:
-        ShapeError: The members are not of one kind; see `why_not_stackable`.
-    """
-    reason = why_not_stackable(members)
-    if reason is not None:
-        raise ShapeError(f"tensors cannot be stacked: {reason}")
-    if len(members) == 1:
-        return members[0]
-    block = (_common_rows(members), _common_columns(members))
-    refined = [member.refined(block) for member in members]
-    parts: dict[str, Any] = {
-        name: torch.cat([member.tensors()[name] for member in refined])
-        for name in ("codes", "scale", "zero", "offset")
-        if name in refined[0].tensors()
-    }
-    return replace(refined[0], outer=_stacked_outer(members), **parts)
-
-
-def _common_rows(members: Sequence[QuantTensor]) -> int:
-    """Largest block that ends where members end and lies in one block of each member."""
-    heights = [member.shape[0] for member in members[:-1]]
-    inner = [member.block[0] for member in members if member.shape[0] > member.block[0]]
-    return math.gcd(*heights, *inner)
-
-
-def _common_columns(members: Sequence[QuantTensor]) -> int:
-    if members[0].group_of is not None:
-        return members[0].block[1]
-    columns = members[0].shape[1]
-    inner = [member.block[1] for member in members if columns > member.block[1]]
-    return math.gcd(*inner) if inner else columns
-
-
-def _stacked_outer(members: Sequence[QuantTensor]) -> Tensor | None:
-    outers = [member.outer for member in members]
-    given = [outer for outer in outers if outer is not None]
-    if not given:
-        return None
-    one = torch.ones(1, 1, dtype=given[0].dtype, device=given[0].device)  # times one is exact
-    return torch.cat(
-        [
-            (one if outer is None else outer).expand(member.shape[0], 1)
-            for outer, member in zip(outers, members, strict=True)
-        ]
-    )

@@ -149,6 +149,26 @@ PRESETS: dict[str, Scheme] = {
 }
 
 
+def scheme_of(weight: WeightScheme, input: InputScheme | None, *, name: str = "") -> Scheme:
+    """Return the scheme with its preset's name, if it is one or differs in the group size only.
+
+    Args:
+        weight: How the weight is quantized.
+        input: How the input is quantized.
+        name: Name of a scheme that is none of the presets; "" makes one of grid and input.
+    """
+    for preset in PRESETS.values():
+        if preset.weight is None or preset.input != input:
+            continue
+        same = (weight.grid, weight.symmetric) == (preset.weight.grid, preset.weight.symmetric)
+        kinds = {weight.granularity, preset.weight.granularity}
+        if same and (len(kinds) == 1 or (kinds == {"group", "channel"} and input is None)):
+            return Scheme(name=preset.name, weight=weight, input=input)
+    if not name:
+        name = weight.grid.name + (f", input {input.grid.name}" if input else "")
+    return Scheme(name=name, weight=weight, input=input)
+
+
 def parse_scheme(text: str, *, group_size: int | None = None) -> Scheme:
     """Return the scheme that `text` names.
 

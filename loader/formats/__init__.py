@@ -12,6 +12,7 @@ from quantload.errors import FormatMismatch, UnknownFormat, listed
 from quantload.loader.checkpoint import Checkpoint
 from quantload.loader.formats.compressed_tensors import CompressedTensorsReader
 from quantload.loader.formats.dense import DenseReader, quantized_names
+from quantload.loader.formats.detect import REFUSED, method_of
 from quantload.loader.formats.gguf import GgufReader
 from quantload.loader.source import Reader, Source
 
@@ -21,24 +22,31 @@ class FormatRow:
     """One format.
 
     Args:
-        name: As in `quant_method` of a config, if `has_config`.
+        name: Name of the format.
         title: For people.
         reader: Builds the reader of a checkpoint in this format.
-        has_config: True if a quantization config says that a checkpoint is in this format.
+        methods: `quant_method`s of the configs that say so, in lower case.
     """
 
     name: str
     title: str
     reader: Callable[[Checkpoint], Reader]
-    has_config: bool = True
+    methods: tuple[str, ...] = ()
 
 
 FORMATS = (
-    FormatRow("dense", "safetensors in full precision", DenseReader, has_config=False),
-    FormatRow("compressed-tensors", "compressed-tensors (int and fp8)", CompressedTensorsReader),
-    FormatRow("gguf", "GGUF (llama family)", GgufReader, has_config=False),
+    FormatRow("dense", "safetensors in full precision", DenseReader),
+    FormatRow(
+        "compressed-tensors",
+        "compressed-tensors (int and fp8)",
+        CompressedTensorsReader,
+        ("compressed-tensors", "compressed_tensors"),
+    ),
+    FormatRow("gguf", "GGUF (llama family)", GgufReader),
 )
+_WAY_OUT = "dequantize it with its own tool first, or start from the full-precision model"
 _BY_NAME = {row.name: row for row in FORMATS}
+_BY_METHOD = {method: row for row in FORMATS for method in row.methods}
 
 
 def open_source(checkpoint: Checkpoint) -> Source:
@@ -52,12 +60,13 @@ def open_source(checkpoint: Checkpoint) -> Source:
     reader = row.reader(checkpoint)
     weights = reader.weights()
     consumed = {name for weight in weights.values() for name in weight.leaves.values()}
+    tensors = reader.checkpoint.tensors
     return Source(
-        checkpoint=checkpoint,
+        checkpoint=reader.checkpoint,
         format_name=row.name,
         reader=reader,
         weights=weights,
-        plain={n: entry for n, entry in checkpoint.tensors.items() if n not in consumed},
+        plain={name: entry for name, entry in tensors.items() if name not in consumed},
     )
 
 
@@ -76,13 +85,18 @@ def _detect(checkpoint: Checkpoint) -> FormatRow:
                 hint="the config is incomplete, or the format is one that quantload does not read",
             )
         return _BY_NAME["dense"]
-    method = config.get("quant_method")
-    row = _BY_NAME.get(method) if isinstance(method, str) else None
-    if row is not None and row.has_config:
-        return row
-    known = [row.name for row in FORMATS if row.has_config]
-    raise UnknownFormat(
-        f"quantization format `{method}` is not read, found in "
+    method = method_of(checkpoint)
+    row = _BY_METHOD.get(method or "")
+    if row is None:
+        raise _unknown(checkpoint, method)
+    return row
+
+
+def _unknown(checkpoint: Checkpoint, method: str | None) -> UnknownFormat:
+    title, way_out = REFUSED.get(method or "", ("", _WAY_OUT))
+    known = [row.name for row in FORMATS if row.methods]
+    return UnknownFormat(
+        f"quantization format `{method}`{title and f' ({title})'} is not read, found in "
         f"`{checkpoint.quantization_config_file}` of `{checkpoint.name}`; expected {listed(known)}",
-        hint="dequantize it with its own tool first, or start from the full-precision model",
+        hint=way_out,
     )

@@ -52,7 +52,7 @@ from quantload.loader.formats.compressed_tensors_shapes import (
     weight_of,
 )
 from quantload.loader.formats.dense import dense_weight, quantized_names
-from quantload.loader.source import FLOAT_DTYPES, SourceWeight
+from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
 from quantload.quant.grid import Grid
 from quantload.quant.packing import (
     pack_dense,
@@ -78,20 +78,19 @@ _LEAVES = (
 )
 
 
-class CompressedTensorsReader:
+class CompressedTensorsReader(Reader):
     """Reader of one compressed-tensors checkpoint."""
 
-    widens_floats = False
-
     def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
         assert checkpoint.quantization_config is not None, "detected by its config"
-        self._checkpoint = checkpoint
+        self.cache_scheme = checkpoint.quantization_config.get("kv_cache_scheme")
         self._config = parse_config(checkpoint.quantization_config)
 
     def weights(self) -> Mapping[str, SourceWeight]:
         """Describe every weight, by module; config and headers must agree."""
         found = {}
-        for module, leaves in _modules(self._checkpoint).items():
+        for module, leaves in _modules(self.checkpoint).items():
             weight = self._describe(module, leaves)
             if weight is not None:
                 found[module] = weight
@@ -102,7 +101,7 @@ class CompressedTensorsReader:
     def _describe(self, module: str, leaves: Mapping[str, str]) -> SourceWeight | None:
         if "weight_packed" not in leaves and "weight_scale" not in leaves:
             return self._describe_plain(module, leaves)
-        entries = {leaf: self._checkpoint.tensors[name] for leaf, name in leaves.items()}
+        entries = {leaf: self.checkpoint.tensors[name] for leaf, name in leaves.items()}
         group, decided_by = self._group_of(module)
         self._check_leaves(module, leaves, group)
         scale = entries["weight_scale"]
@@ -124,11 +123,11 @@ class CompressedTensorsReader:
     def _describe_plain(self, module: str, leaves: Mapping[str, str]) -> SourceWeight | None:
         if "weight" not in leaves:
             return None
-        entry = self._checkpoint.tensors[leaves["weight"]]
+        entry = self.checkpoint.tensors[leaves["weight"]]
         if len(entry.shape) >= 2 and entry.dtype not in FLOAT_DTYPES:
             raise MissingTensor(
                 f"tensor `{module}.weight_scale` is missing: `{entry.name}` is `{entry.dtype}`, in "
-                f"`{self._checkpoint.name}`"
+                f"`{self.checkpoint.name}`"
             )
         return dense_weight(entry)
 
@@ -140,7 +139,7 @@ class CompressedTensorsReader:
         if fallback is None:
             raise FormatMismatch(
                 f"module `{module}` is quantized in the files, but no config group names it, in "
-                f"`{self._checkpoint.name}`"
+                f"`{self.checkpoint.name}`"
             )
         return fallback, "the headers (the config leaves it out)"
 
@@ -152,13 +151,13 @@ class CompressedTensorsReader:
         for leaf in needed:
             if leaf not in leaves:
                 raise MissingTensor(
-                    f"tensor `{module}.{leaf}` is missing in `{self._checkpoint.name}`; config "
+                    f"tensor `{module}.{leaf}` is missing in `{self.checkpoint.name}`; config "
                     f"group `{group.name}` says `{group.format}`, the module has {listed(leaves)}"
                 )
         if {"weight", "weight_packed"} <= leaves.keys():
             raise FormatMismatch(
                 f"module `{module}` has both `weight` and `weight_packed`, expected only "
-                f"`{needed[0]}` in format `{group.format}`, in `{self._checkpoint.name}`",
+                f"`{needed[0]}` in format `{group.format}`, in `{self.checkpoint.name}`",
                 hint="one of the two is left over from another export",
             )
         if "weight_global_scale" in leaves:
@@ -180,7 +179,7 @@ class CompressedTensorsReader:
         if codes.dtype != storage:
             raise FormatMismatch(
                 f"tensor `{codes.name}` is `{codes.dtype}`, expected `{storage}` for `{grid.name}` "
-                f"in format `{group.format}`, in `{self._checkpoint.name}`",
+                f"in format `{group.format}`, in `{self.checkpoint.name}`",
                 hint=f"config group `{group.name}` says so",
             )
         if group.format == PACKED:
@@ -193,9 +192,9 @@ class CompressedTensorsReader:
         if shape.shape != (2,) or shape.dtype not in (torch.int64, torch.int32):
             raise FormatMismatch(
                 f"tensor `{shape.name}` is `{shape.dtype}` of shape `{shape.shape}`, expected two "
-                f"integers, in `{self._checkpoint.name}`"
+                f"integers, in `{self.checkpoint.name}`"
             )
-        rows, columns = map(int, self._checkpoint.read(shape.name).tolist())
+        rows, columns = map(int, self.checkpoint.read(shape.name).tolist())
         bits = weight_of(group.scheme).grid.bits
         if (
             min(rows, columns) < 1
@@ -205,7 +204,7 @@ class CompressedTensorsReader:
             raise FormatMismatch(
                 f"tensor `{packed.name}` has shape `{packed.shape}`, expected "
                 f"`({rows}, {words_dense(columns, bits)})` for a {bits}-bit weight of "
-                f"`({rows}, {columns})`, in `{self._checkpoint.name}`",
+                f"`({rows}, {columns})`, in `{self.checkpoint.name}`",
                 hint=f"config group `{group.name}` says {bits} bits",
             )
         return rows, columns
@@ -218,27 +217,27 @@ class CompressedTensorsReader:
             if plain:
                 raise FormatMismatch(
                     f"config group `{group.name}` names modules that are not quantized in the "
-                    f"files: {listed(plain)}, in `{self._checkpoint.name}`",
+                    f"files: {listed(plain)}, in `{self.checkpoint.name}`",
                     hint="these files are not the ones that the config was written for",
                 )
 
     def _check_leftovers(self, found: Mapping[str, SourceWeight]) -> None:
         """Refuse what nothing reads: it would be taken for a tensor in full precision."""
         consumed = {name for weight in found.values() for name in weight.leaves.values()}
-        left = [e for e in self._checkpoint.tensors.values() if e.name not in consumed]
+        left = [e for e in self.checkpoint.tensors.values() if e.name not in consumed]
         quantized = quantized_names(left)
         if quantized:
             raise UnsupportedVariant(
                 f"quantized tensors that are not the weight of one module are not read: "
-                f"{listed(quantized)}, in `{self._checkpoint.name}`"
+                f"{listed(quantized)}, in `{self.checkpoint.name}`"
             )
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
         """Read a weight [N, K]: canonical if it is quantized, else float."""
         if weight.scheme is None:
-            return self._checkpoint.read(weight.leaves["weight"])
+            return self.checkpoint.read(weight.leaves["weight"])
         parts = {
-            leaf: self._checkpoint.read(name)
+            leaf: self.checkpoint.read(name)
             for leaf, name in weight.leaves.items()
             if leaf.startswith("weight") and leaf != "weight_shape"
         }

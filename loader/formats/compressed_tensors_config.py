@@ -29,6 +29,7 @@ from quantload.quant.scheme import (
     InputScheme,
     Scheme,
     WeightScheme,
+    scheme_of,
 )
 
 PACKED, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
@@ -157,17 +158,17 @@ def _parse_group(name: str, entry: Any, global_format: str) -> Group | None:  # 
         return None
     layout = _read_format(str(entry.get("format") or global_format), name)
     inputs = entry.get("input_activations")
-    scheme = Scheme(
-        name=name,
-        weight=_weight_scheme(_object(entry["weights"], f"`weights` in group `{name}`"), name),
-        input=None
+    scheme = scheme_of(
+        _weight_scheme(_object(entry["weights"], f"`weights` in group `{name}`"), name),
+        None
         if inputs is None
         else _input_scheme(_object(inputs, f"`input_activations` in group `{name}`"), name),
+        name=name,
     )
     return Group(
         name=name,
         targets=_patterns(entry.get("targets"), f"`targets` in group `{name}`"),
-        scheme=_named(scheme),
+        scheme=scheme,
         format=layout,
     )
 
@@ -179,21 +180,6 @@ def _read_format(layout: str, where: str) -> str:
             f"expected one of {', '.join(READ_FORMATS)}"
         )
     return layout
-
-
-def _named(scheme: Scheme) -> Scheme:
-    """Give the scheme its preset's name, if it is one or differs in the group size only."""
-    for preset in PRESETS.values():
-        if preset.weight is None or scheme.weight is None or preset.input != scheme.input:
-            continue
-        same = (scheme.weight.grid, scheme.weight.symmetric) == (
-            preset.weight.grid,
-            preset.weight.symmetric,
-        )
-        kinds = {scheme.weight.granularity, preset.weight.granularity}
-        if same and (len(kinds) == 1 or (kinds == {"group", "channel"} and preset.input is None)):
-            return Scheme(name=preset.name, weight=scheme.weight, input=scheme.input)
-    return scheme
 
 
 def _grid(arguments: Mapping[str, Any], where: str) -> Grid:

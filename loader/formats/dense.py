@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from quantload.loader.checkpoint import Checkpoint, TensorEntry
+from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.safetensors_header import NAMES
-from quantload.loader.source import FLOAT_DTYPES, SourceWeight
+from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
 from quantload.quant.qtensor import QuantTensor
 
 # Leaves that only quantized modules have, whatever their dtype.
@@ -51,19 +51,14 @@ def quantized_names(entries: Iterable[TensorEntry]) -> list[str]:
     ]
 
 
-class DenseReader:
+class DenseReader(Reader):
     """Reader of full-precision checkpoints."""
-
-    widens_floats = False
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
 
     def weights(self) -> Mapping[str, SourceWeight]:
         """Describe every float `<module>.weight` of two dimensions, by module."""
-        found = (dense_weight(entry) for entry in self._checkpoint.tensors.values())
+        found = (dense_weight(entry) for entry in self.checkpoint.tensors.values())
         return {weight.module: weight for weight in found if weight is not None}
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
         """Read the float weight [N, K]."""
-        return self._checkpoint.read(weight.leaves["weight"])
+        return self.checkpoint.read(weight.leaves["weight"])

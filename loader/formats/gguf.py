@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from quantload.errors import UnsupportedVariant
-from quantload.loader.checkpoint import Checkpoint, TensorEntry
+from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.formats.dense import dense_weight
-from quantload.loader.source import SourceWeight
+from quantload.loader.source import Reader, SourceWeight
 from quantload.quant.grid import E2M1, Grid, int_grid, uint_grid
 from quantload.quant.qtensor import Evaluation, QuantTensor
 from quantload.quant.scheme import Scheme, WeightScheme
@@ -91,13 +91,10 @@ _BLOCK_TYPES = {
 }
 
 
-class GgufReader:
+class GgufReader(Reader):
     """Reader of GGUF files."""
 
     widens_floats = True  # norms are F32 in every GGUF file
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
 
     def weights(self) -> Mapping[str, SourceWeight]:
         """Describe every weight of two dimensions, by module.
@@ -107,15 +104,15 @@ class GgufReader:
         """
         found = (
             _block_weight(entry) if entry.block_type else dense_weight(entry)
-            for entry in self._checkpoint.tensors.values()
+            for entry in self.checkpoint.tensors.values()
         )
         return {weight.module: weight for weight in found if weight is not None}
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
         """Read a weight [N, K], rows in the order of transformers: canonical or float."""
         name = weight.leaves["weight"]
-        entry = self._checkpoint.tensors[name]
-        stored = self._checkpoint.read(name)
+        entry = self.checkpoint.tensors[name]
+        stored = self.checkpoint.read(name)
         if not entry.block_type:
             return stored
         block_type = _BLOCK_TYPES[entry.block_type]

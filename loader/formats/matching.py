@@ -1,12 +1,26 @@
 """How the configs of quantized checkpoints name modules. Each way has one function, used by name.
 
 Patterns are never rewritten: a pattern is tested against every name that a module has.
+
+    function                   producer and version whose rule it is
+    matches_exact              all
+    matches_regex              compressed-tensors 0.20.1: `re:` and `re.match`
+    matches_whole_regex        torchao 0.18.0: `re:` and `re.fullmatch`
+    matches_class              compressed-tensors 0.20.1, exact names of classes
+    matches_substring          AutoAWQ 0.2.9, GPTQ `modules_in_block_to_quantize`
+    matches_prefix             AutoRound 0.16.1 block names, in whole components
+    matches_suffix             short names of FP8 exporters, in whole components
+    contains_components        torchao `modules_to_not_convert`
+    matches_glob               ModelOpt 0.47.0, Quark 0.13
+    matches_start              GPTQModel 7.7.0 `dynamic`, without its sign: `re.match`
+    matches_transformers       transformers 5.24.0 `should_convert_module`
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 
 def matches_exact(pattern: str, name: str) -> bool:
@@ -19,6 +33,52 @@ def matches_regex(pattern: str, name: str) -> bool:
     return pattern.startswith("re:") and re.match(pattern[3:], name) is not None
 
 
+def matches_whole_regex(pattern: str, name: str) -> bool:
+    """The pattern reads `re:...` and matches the whole name (`re.fullmatch`)."""
+    return pattern.startswith("re:") and re.fullmatch(pattern[3:], name) is not None
+
+
 def matches_class(pattern: str, class_names: Iterable[str]) -> bool:
     """The pattern is the name of one of the module's classes."""
     return pattern in class_names
+
+
+def matches_substring(pattern: str, name: str) -> bool:
+    """The pattern is anywhere in the name, without regard to components."""
+    return pattern in name
+
+
+def matches_prefix(pattern: str, name: str) -> bool:
+    """The pattern is the first components of the name, or all of it."""
+    return name == pattern or name.startswith(pattern.rstrip(".") + ".")
+
+
+def matches_suffix(pattern: str, name: str) -> bool:
+    """The pattern is the last components of the name, or all of it."""
+    return name == pattern or name.endswith("." + pattern.lstrip("."))
+
+
+def contains_components(pattern: str, name: str) -> bool:
+    """The pattern is a run of whole components anywhere in the name."""
+    return f".{pattern}." in f".{name}."
+
+
+def matches_glob(pattern: str, name: str) -> bool:
+    """The pattern with `*`, `?` and `[...]` matches the whole name; `*` crosses dots."""
+    return fnmatchcase(name, pattern)
+
+
+def matches_start(pattern: str, name: str) -> bool:
+    """The pattern is a regular expression that matches at the start of the name (`re.match`)."""
+    return re.match(pattern, name) is not None
+
+
+def matches_transformers(pattern: str, name: str) -> bool:
+    """The pattern is a regular expression for leading components, or the name ends with it as text.
+
+    The match starts at the start of the name and stops before a dot, after one, or at the end:
+    `layer.*` matches `layer.11.attn`, `mlp.gate` does not match `mlp.gate_proj`. The end of the
+    name is compared without regard to components.
+    """
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    return name.endswith(pattern) or re.match(rf"(?:{pattern}){boundary}", name) is not None

@@ -31,9 +31,12 @@ class FakeCheckpoint(Checkpoint):
 
 @dataclass
 class FakeReader:
+    checkpoint: Checkpoint
     found: dict[str, SourceWeight]
     values: dict[str, QuantTensor | Tensor]
     widens_floats: bool = False
+    cache_scheme: Mapping[str, Any] | None = None
+    warnings: tuple[str, ...] = ()
 
     def weights(self) -> Mapping[str, SourceWeight]:
         return self.found
@@ -69,7 +72,7 @@ def fake_source(
     checkpoint = FakeCheckpoint(
         name="fake", folder=NOWHERE, config=config, tensors=entries, values=dict(tensors)
     )
-    return Source(checkpoint, "fake", FakeReader(weights, values), weights, plain)
+    return Source(checkpoint, "fake", FakeReader(checkpoint, weights, values), weights, plain)
 
 
 def _entry(name: str, tensor: Tensor) -> TensorEntry:

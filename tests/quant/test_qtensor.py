@@ -13,7 +13,8 @@ from strategies import WORKING, cuts, quant_tensors, stackable
 
 from quantload.errors import ShapeError
 from quantload.quant.grid import E2M1, E4M3, INT4, INT8, table_grid
-from quantload.quant.qtensor import Evaluation, QuantTensor, stack, why_not_stackable
+from quantload.quant.qtensor import Evaluation, QuantTensor
+from quantload.quant.stacking import stack, why_not_stackable
 
 DIVIDED = Evaluation(torch.float32, "scale/")
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

@@ -1,0 +1,63 @@
+"""Whether a module is quantized: what the config says of it, against what the files hold.
+
+config                             files       decision
+quantized, by a rule for many      plain       full precision: exporters list too much
+quantized, by the module's name    plain       refused: the files are not those of the config
+left out                           quantized   quantized, with a warning: codes are no values
+else they agree
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quantload.errors import FormatMismatch, listed
+
+
+@dataclass(frozen=True)
+class ConfigSays:
+    """What a quantization config says of one module.
+
+    Args:
+        is_quantized: Its decision.
+        entry: The entry of the config that decided, for people: "modules_to_not_convert: lm_head".
+        is_exact: True if that entry is the module's own name.
+    """
+
+    is_quantized: bool
+    entry: str
+    is_exact: bool = False
+
+
+def check_agreement(
+    said: Mapping[str, ConfigSays], stored: Mapping[str, bool], checkpoint_name: str
+) -> list[str]:
+    """Compare the config with the files.
+
+    Args:
+        said: What the config says, by module.
+        stored: Whether the files hold a quantized weight, by module; the same modules.
+        checkpoint_name: For messages.
+
+    Returns:
+        Warnings for people.
+
+    Raises:
+        FormatMismatch: The config names a module as quantized that is not.
+    """
+    plain = [m for m, is_stored in stored.items() if said[m].is_quantized and not is_stored]
+    wrong = [module for module in plain if said[module].is_exact]
+    if wrong:
+        raise FormatMismatch(
+            f"the quantization config names modules that are not quantized in the files: "
+            f"{listed(wrong)}, in `{checkpoint_name}`",
+            hint="these files are not the ones that the config was written for",
+        )
+    extra = [m for m, is_stored in stored.items() if is_stored and not said[m].is_quantized]
+    if not extra:
+        return []
+    return [
+        f"{len(extra)} modules are quantized in the files although the config leaves them out; "
+        f"they are read as quantized: {listed(extra)}"
+    ]

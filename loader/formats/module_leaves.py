@@ -1,0 +1,133 @@
+"""The tensors of one module by leaf, and the checks that every format makes of their headers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quantload.errors import FormatMismatch, MissingTensor, UnsupportedVariant, listed
+from quantload.loader.checkpoint import Checkpoint, TensorEntry
+from quantload.loader.formats.dense import quantized_names
+
+
+@dataclass(frozen=True)
+class ModuleLeaves:
+    """The tensors of one module.
+
+    Args:
+        module: Dotted checkpoint name.
+        entries: Headers by leaf: "qweight", "weight.absmax", ...
+        checkpoint_name: For messages.
+    """
+
+    module: str
+    entries: Mapping[str, TensorEntry]
+    checkpoint_name: str
+
+    def __contains__(self, leaf: str) -> bool:
+        return leaf in self.entries
+
+    def __getitem__(self, leaf: str) -> TensorEntry:
+        return self.entries[leaf]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Tensor names by leaf, as `SourceWeight.leaves` holds them."""
+        return {leaf: entry.name for leaf, entry in self.entries.items()}
+
+    def require(self, leaves: Iterable[str], *, because: str) -> None:
+        """Demand that leaves are there.
+
+        Args:
+            leaves: Names.
+            because: What says so: "the config says 4 bits, asymmetric".
+
+        Raises:
+            MissingTensor: One of them is missing.
+        """
+        for leaf in leaves:
+            if leaf not in self.entries:
+                raise MissingTensor(
+                    f"tensor `{self.module}.{leaf}` is missing in `{self.checkpoint_name}`; "
+                    f"{because}, the module has {listed(self.entries)}"
+                )
+
+    def expect(
+        self,
+        leaf: str,
+        *,
+        dtypes: Collection[torch.dtype],
+        shapes: Collection[tuple[int, ...]] | None = None,
+        because: str,
+    ) -> TensorEntry:
+        """Demand a dtype, and a shape, of a leaf that is there.
+
+        Args:
+            leaf: Name of the leaf.
+            dtypes: Those that may stand there.
+            shapes: Those that may stand there; None for any.
+            because: What says so: "the config says 4 bits in groups of 128".
+
+        Returns:
+            Its header.
+
+        Raises:
+            FormatMismatch: It is something else.
+        """
+        entry = self.entries[leaf]
+        if entry.dtype not in dtypes:
+            raise FormatMismatch(
+                f"tensor `{entry.name}` is `{entry.dtype}`, expected {listed(map(str, dtypes))}, "
+                f"in `{self.checkpoint_name}`",
+                hint=because,
+            )
+        if shapes is not None and entry.shape not in shapes:
+            raise FormatMismatch(
+                f"tensor `{entry.name}` has shape `{entry.shape}`, expected "
+                f"{listed(map(str, shapes))}, in `{self.checkpoint_name}`",
+                hint=because,
+            )
+        return entry
+
+
+def by_module(checkpoint: Checkpoint, leaves: Collection[str]) -> dict[str, ModuleLeaves]:
+    """Group tensors by module, in the order of the checkpoint.
+
+    A leaf may have dots in it; of two that fit a name, the longer one counts.
+
+    Args:
+        checkpoint: An open checkpoint.
+        leaves: Names of the leaves that the format knows; other tensors are left out.
+    """
+    known = frozenset(leaves)
+    most_dots = max((leaf.count(".") for leaf in known), default=0)
+    found: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in checkpoint.tensors.items():
+        parts = name.split(".")
+        for count in range(min(most_dots + 1, len(parts) - 1), 0, -1):
+            leaf = ".".join(parts[-count:])
+            if leaf in known:
+                found.setdefault(".".join(parts[:-count]), {})[leaf] = entry
+                break
+    return {module: ModuleLeaves(module, e, checkpoint.name) for module, e in found.items()}
+
+
+def refuse_leftovers(checkpoint: Checkpoint, consumed: Iterable[str]) -> None:
+    """Refuse quantized tensors that nothing reads: they would be taken for full precision.
+
+    Args:
+        checkpoint: An open checkpoint.
+        consumed: Names of the tensors that weights are decoded from.
+
+    Raises:
+        UnsupportedVariant: There are some.
+    """
+    taken = set(consumed)
+    left = quantized_names(e for e in checkpoint.tensors.values() if e.name not in taken)
+    if left:
+        raise UnsupportedVariant(
+            f"quantized tensors that are not the weight of one module are not read: "
+            f"{listed(left)}, in `{checkpoint.name}`"
+        )

@@ -1,0 +1,31 @@
+"""Every real checkpoint, of every tool: its dequantized weights are the tool's own, bit for bit."""
+
+import pytest
+from truth import CHECKPOINTS, read_named, truths
+
+from quantload.errors import FormatError
+from quantload.loader.formats import open_source
+from quantload.loader.open import open_checkpoint
+
+TRUTHS = truths()
+# Folders of formats that are refused, and what the message names.
+REFUSED: dict[str, str] = {}
+pytestmark = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no folder shared/checkpoints")
+
+
+@pytest.mark.parametrize(
+    "truth", TRUTHS, ids=lambda truth: f"{truth.folder.parent.name}/{truth.folder.name}"
+)
+def test_weights_are_those_of_the_tool(truth):
+    name = f"{truth.folder.parent.name}/{truth.folder.name}"
+    if name in REFUSED:
+        with pytest.raises(FormatError, match=REFUSED[name]):
+            open_source(open_checkpoint(truth.folder))
+        return
+    source = open_source(open_checkpoint(truth.folder))
+    wrong = {}
+    for key in truth.weights:
+        problem = truth.difference(key, read_named(source, key.partition("@")[0]))
+        if problem:
+            wrong[key] = problem
+    assert not wrong
