@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from quantload.errors import ModelError, ShapeError
+from quantload.quant.activation import fake_quantize_static
+from quantload.quant.grid import Grid
 from quantload.quant.qtensor import InnerUse, QuantTensor
-from quantload.quant.scheme import Scheme
+from quantload.quant.scheme import InputScheme, Scheme
 from quantload.quant.stacking import stack
 from quantload.runtime.gemm import choose, usable_input
 
@@ -87,6 +89,36 @@ class ScaledInput(nn.Module):
     def _scaled(self, x: Tensor) -> Tensor:
         factor = self.factor.to(x.dtype)
         return x * factor if self.use == "*" else x / factor
+
+
+class StaticInput(nn.Module):
+    """y = gemm(x'), x' rounded with the fixed scale that the checkpoint holds.
+
+    Args:
+        gemm: Multiplies with the weight; takes x as it is.
+        grid: Number grid of the input's codes.
+        scale: [1], a multiplier.
+        zero: [1] or None.
+    """
+
+    differentiable = False
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(self, gemm: nn.Module, grid: Grid, scale: Tensor, zero: Tensor | None) -> None:
+        super().__init__()
+        self.gemm, self.grid = gemm, grid
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero", zero)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map x [..., K] to [..., N]."""
+        x = fake_quantize_static(x, self.grid, self.scale, self.zero)
+        return self.gemm(x, bias)  # type: ignore[no-any-return]
+
+    def weight_values(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K]."""
+        return self.gemm.weight_values(dtype)  # type: ignore[operator, no-any-return]
 
 
 class QuantLinear(nn.Module):
@@ -180,14 +212,21 @@ class QuantLinear(nn.Module):
             self.kernel = KernelReport("dense", note=note)
             return DenseLinear(dense[0] if len(dense) == 1 else torch.cat(dense))
         weight = stack(quantized).evaluated_in(self.dtype)
-        factor, weight = weight.inner, replace(weight, inner=None)
         scheme, note = usable_input(self.scheme.input)
-        choice = choose(weight, scheme, device=device, dtype=self.dtype)
+        static = scheme is not None and not scheme.dynamic
+        if static and weight.input_scale is None:
+            scheme, static = replace(scheme, dynamic=True), False  # type: ignore[type-var]
+            note = "the checkpoint has no scale for its static input: quantized dynamically"
+        bare = replace(weight, inner=None, input_scale=None, input_zero=None)
+        inner_scheme = None if static else scheme
+        choice = choose(bare, inner_scheme, device=device, dtype=self.dtype)
         self.kernel = KernelReport(choice.kernel.name, choice.refused, note)
-        gemm = choice.kernel.pack(weight, scheme, device=device, dtype=self.dtype)
-        if factor is None:
+        gemm = choice.kernel.pack(bare, inner_scheme, device=device, dtype=self.dtype)
+        if static and scheme is not None:
+            gemm = _with_static_input(gemm, weight, scheme, device)
+        if weight.inner is None:
             return gemm
-        return ScaledInput(gemm, factor.to(device), weight.evaluation.inner)
+        return ScaledInput(gemm, weight.inner.to(device), weight.evaluation.inner)
 
     # -- running -------------------------------------------------------------------------------
 
@@ -257,3 +296,13 @@ def _keeping_dtypes(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
         return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
 
     return move
+
+
+def _with_static_input(
+    gemm: nn.Module, weight: QuantTensor, scheme: InputScheme, device: torch.device
+) -> StaticInput:
+    assert weight.input_scale is not None, "a static input has a scale"
+    scale, zero = weight.input_scale.to(device), weight.input_zero
+    if weight.evaluation.input == "/":
+        scale = 1 / scale
+    return StaticInput(gemm, scheme.grid, scale, None if zero is None else zero.to(device))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,14 @@ from quantload.loader.checkpoint import Checkpoint, TensorEntry
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import Scheme
 
+# Leaves of a module that hold the fixed scale and zero point of its input: multipliers, but for the
+# global scale of NVFP4 in compressed-tensors, a divisor.
+_INPUT_LEAVES = {
+    "input_scale": "input_scale",
+    "activation_scale": "input_scale",
+    "input_global_scale": "input_scale",
+    "input_zero_point": "input_zero",
+}
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -133,8 +141,22 @@ class Source:
         return any(weight.is_quantized for weight in self.weights.values())
 
     def read_weight(self, module: str) -> QuantTensor | Tensor:
-        """Read the weight of a module: [N, K] or [E * N, K], canonical or float."""
-        return self.reader.decode(self.weights[module])
+        """Read the weight of a module: [N, K] or [E * N, K], canonical or float.
+
+        Fixed input scales of the module come with a canonical weight.
+        """
+        weight = self.weights[module]
+        value = self.reader.decode(weight)
+        if not isinstance(value, QuantTensor):
+            return value
+        parts: dict[str, Any] = {
+            part: self.checkpoint.read(weight.leaves[leaf]).reshape(-1)
+            for leaf, part in _INPUT_LEAVES.items()
+            if leaf in weight.leaves
+        }
+        if "input_global_scale" in weight.leaves:
+            parts["evaluation"] = replace(value.evaluation, input="/")
+        return replace(value, **parts)
 
     def read_dense(self, module: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read the weight of a module as a float tensor [N, K], in its own dtype or in `dtype`."""

@@ -1,9 +1,10 @@
-"""Quantization of a layer's input while it runs: dynamic, in the input's own dtype.
+"""Quantization of a layer's input while it runs, in the input's own dtype.
 
     symmetric     x' = round(x / scale) * scale
     asymmetric    x' = (round(x / scale + zero) - zero) * scale
 
-with scale and zero as in `rtn`, per tensor, per token, or per group of features of a token.
+with scale and zero as in `rtn`, per tensor, per token, or per group of features of a token; or
+fixed, as a checkpoint holds them.
 Source: `compute_dynamic_scales_and_zp` and `fake_quantize` of compressed-tensors 0.20.1, which want
 a batch axis and whole groups; here any leading axes and a partial last group are fine.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quantload.errors import ConfigError
+from quantload.quant.grid import Grid
 from quantload.quant.rtn import as_blocks, minmax_scale, round_to_nearest, scaled_blocks
 from quantload.quant.scheme import InputScheme, WeightScheme
 
@@ -35,7 +37,9 @@ def fake_quantize(x: Tensor, scheme: InputScheme) -> Tensor:
         ConfigError: The scheme is static.
     """
     if not scheme.dynamic:
-        raise ConfigError("static input scales are not supported yet, found `dynamic = false`")
+        raise ConfigError(
+            "a static input scheme takes its scale from the checkpoint, found `dynamic = false`"
+        )
     if x.numel() == 0:
         return x
     tokens = x.detach().reshape(-1, x.shape[-1])
@@ -47,6 +51,27 @@ def fake_quantize(x: Tensor, scheme: InputScheme) -> Tensor:
         values -= zero.to(x.dtype)[:, None, :, None]
     values *= scale[:, None, :, None]
     return values.flatten(2).flatten(0, 1)[:, :n_features].reshape(x.shape)
+
+
+def fake_quantize_static(x: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Quantize and dequantize an input with a fixed scale.
+
+    Args:
+        x: [..., K] float dtype.
+        grid: Number grid of the codes.
+        scale: [1], a multiplier; x / scale is computed in the wider of both dtypes.
+        zero: [1], in units of a code, or None.
+
+    Returns:
+        [..., K] in the dtype of x.
+    """
+    scaled = x.detach() / scale
+    if zero is not None:
+        scaled = scaled + zero.to(scaled.dtype)
+    values = grid.nearest(scaled)
+    if zero is not None:
+        values -= zero.to(values.dtype)
+    return (values * scale).to(x.dtype)
 
 
 def token_codes(x: Tensor, scheme: InputScheme) -> tuple[Tensor, Tensor]:
@@ -67,4 +92,4 @@ def _as_weight_scheme(scheme: InputScheme) -> WeightScheme:
     return WeightScheme(grid=scheme.grid, granularity="tensor")
 
 
-__all__ = ["fake_quantize", "token_codes"]
+__all__ = ["fake_quantize", "fake_quantize_static", "token_codes"]

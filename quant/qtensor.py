@@ -41,11 +41,13 @@ class Evaluation:
         outer: "scale*" and "scale/": the scale is multiplied or divided by `outer` before it meets
             the values. "value*" and "value/": the finished values are.
         inner: Whether columns are multiplied or divided by `inner`.
+        input: Whether `input_scale` is a multiplier or a divisor of the codes of an input.
     """
 
     dtype: torch.dtype
     outer: OuterUse = "scale*"
     inner: InnerUse = "*"
+    input: InnerUse = "*"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +62,9 @@ class QuantTensor:
         offset: [R, G], in units of a weight; offset form only.
         outer: [1, 1] or [N, 1], float.
         inner: [K], float: AWQ and SmoothQuant scales that were not folded into another layer.
+        input_scale: [1], float: fixed scale of the inputs that the weight meets; no part of its
+            values.
+        input_zero: [1], fixed zero point of the inputs, in units of a code.
         block: Rows and columns that share one scale; R = ceil(N / rows), G = ceil(K / columns).
             The last block may be partial.
         group_of: [K] int32, the group of each column (act-order); `block[1]` is then unused.
@@ -78,6 +83,8 @@ class QuantTensor:
     offset: Tensor | None = None
     outer: Tensor | None = None
     inner: Tensor | None = None
+    input_scale: Tensor | None = None
+    input_zero: Tensor | None = None
     group_of: Tensor | None = None
 
     def __post_init__(self) -> None:

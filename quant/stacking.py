@@ -41,6 +41,10 @@ def _why_unlike(first: QuantTensor, other: QuantTensor) -> str | None:
         return "dtypes of `outer` differ"
     if not _equal(first.inner, other.inner):
         return "factors of their columns differ"
+    if not _equal(first.input_scale, other.input_scale) or not _equal(
+        first.input_zero, other.input_zero
+    ):
+        return "scales of their inputs differ"
     return _why_ordered_differently(first, other)
 
 

@@ -98,8 +98,6 @@ def usable_input(scheme: InputScheme | None) -> tuple[InputScheme | None, str]:
         return None, ""
     if scheme.grid.table is not None:
         return None, f"input stays in full precision: rounding to {scheme.grid.name} is not built"
-    if not scheme.dynamic:
-        return replace(scheme, dynamic=True), "static input scales are replaced by dynamic ones"
     return scheme, ""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -72,3 +74,60 @@ def test_members_that_run_alone_refuse_too() -> None:
     stack.separate = nn.ModuleList([stack.gemm, stack.gemm])
     with pytest.raises(ModelError, match="for inference only"):
         stack.take(torch.randn(3, 128, requires_grad=True), 1)
+
+
+# -- what a checkpoint says of inputs --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", ["*", "/"])
+def test_factors_of_columns_are_applied_to_the_input(use: str) -> None:
+    parsed = parse_scheme("W4A16:g32")
+    assert parsed.weight is not None
+    weight = quantize_rtn(torch.randn(32, 128), parsed.weight)
+    factor = torch.rand(128) + 0.5
+    scaled = replace(weight, inner=factor, evaluation=replace(weight.evaluation, inner=use))
+    made = QuantLinear(128, 32, bias=False, scheme=parsed, dtype=torch.float32, prefix="p")
+    made.receive("weight", 0, scaled)
+    made.finish(CPU)
+    x = torch.randn(3, 128)
+    values = weight.dequantize() * factor if use == "*" else weight.dequantize() / factor
+    assert torch.allclose(made(x), x @ values.T, atol=1e-4)
+    assert torch.allclose(made.weight, values, atol=1e-6)
+    assert torch.equal(scaled.dequantize(), values)
+
+
+@pytest.mark.parametrize("use", ["*", "/"])
+def test_static_inputs_are_rounded_with_the_stored_scale(use: str) -> None:
+    parsed = parse_scheme("FP8_DYNAMIC")
+    assert parsed.weight is not None
+    assert parsed.input is not None
+    static = replace(parsed, input=replace(parsed.input, dynamic=False, granularity="tensor"))
+    weight = quantize_rtn(torch.randn(32, 128), parsed.weight)
+    scale = torch.tensor([0.013])
+    stored = replace(
+        weight,
+        input_scale=scale if use == "*" else 1 / scale,
+        evaluation=replace(weight.evaluation, input=use),
+    )
+    made = QuantLinear(128, 32, bias=False, scheme=static, dtype=torch.float32, prefix="p")
+    made.receive("weight", 0, stored)
+    made.finish(CPU)
+    x = torch.randn(3, 128) * 3
+    rounded = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    assert torch.allclose(made(x), rounded @ weight.dequantize().T, atol=1e-3)
+    assert made.kernel.note == ""
+
+
+def test_members_with_different_input_scales_run_apart() -> None:
+    parsed = parse_scheme("FP8_DYNAMIC")
+    assert parsed.weight is not None
+    assert parsed.input is not None
+    static = replace(parsed, input=replace(parsed.input, dynamic=False, granularity="tensor"))
+    made = LinearStack(
+        128, [32, 32], bias=False, scheme=static, dtype=torch.float32, prefix="block.stack"
+    )
+    for slot in (0, 1):
+        weight = quantize_rtn(torch.randn(32, 128), parsed.weight)
+        made.receive("weight", slot, replace(weight, input_scale=torch.tensor([0.01 + slot])))
+    made.finish(CPU)
+    assert made.why_separate == "scales of their inputs differ"

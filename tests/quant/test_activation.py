@@ -6,7 +6,7 @@ import torch
 from oracles import as_numpy, e4m3_values, fake_quantized, same_bits
 
 from quantload.errors import ConfigError
-from quantload.quant.activation import fake_quantize, token_codes
+from quantload.quant.activation import fake_quantize, fake_quantize_static, token_codes
 from quantload.quant.grid import E4M3, INT8, int_grid
 from quantload.quant.scheme import PRESETS, InputScheme
 
@@ -150,10 +150,30 @@ def test_codes_of_tokens_do_not_look_for_nan():
     assert scale.isnan().all()
 
 
-def test_static_schemes_are_refused():
+def test_static_schemes_want_their_scale():
     scheme = InputScheme(grid=INT8, granularity="tensor", dynamic=False)
     with pytest.raises(ConfigError) as error:
         fake_quantize(torch.ones(1, 4), scheme)
     assert str(error.value) == (
-        "static input scales are not supported yet, found `dynamic = false`"
+        "a static input scheme takes its scale from the checkpoint, found `dynamic = false`"
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["int8", "int8 asymmetric", "e4m3"])
+def test_static_inputs_are_rounded_as_in_the_library(dtype, scale_dtype, kind):
+    x = torch.randn(7, 48, dtype=dtype)
+    scale = torch.tensor([0.0173], dtype=scale_dtype)
+    zero = torch.tensor([11], dtype=torch.int8) if "asymmetric" in kind else None
+    args = {"num_bits": 8, "type": "float" if kind == "e4m3" else "int", "strategy": "tensor"}
+    wide = scale.to(torch.promote_types(dtype, scale_dtype))  # as a model casts its scales
+    expected = _library_static(x, wide, zero, {**args, "symmetric": zero is None})
+    found = fake_quantize_static(x, E4M3 if kind == "e4m3" else INT8, scale, zero)
+    assert found.dtype == x.dtype
+    assert torch.equal(found, expected.to(dtype))
+
+
+def _library_static(x, scale, zero, args):
+    library = compressed.library()
+    return library.fake_quantize(x, scale, zero, library.QuantizationArgs(**args))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from quantload.errors import ModelError
 from quantload.layers.linear import QuantLinear
 from quantload.quant.activation import fake_quantize
+from quantload.quant.grid import E2M1
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import InputScheme, parse_scheme
@@ -130,13 +131,13 @@ def test_reference_moves_with_the_model() -> None:
     assert {buffer.device.type for buffer in module.buffers()} == {"meta"}
 
 
-def test_static_inputs_become_dynamic() -> None:
+def test_inputs_on_a_table_grid_stay_in_full_precision() -> None:
     _, input = case("W8A8", torch.float32)
     assert input is not None
     assert usable_input(input) == (input, "")
-    used, note = usable_input(replace(input, dynamic=False))
-    assert used == input
-    assert "dynamic" in note
+    used, note = usable_input(replace(input, grid=E2M1))
+    assert used is None
+    assert "rounding to e2m1 is not built" in note
     assert usable_input(None) == (None, "")
 
 
