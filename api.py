@@ -57,7 +57,7 @@ def facts_of(source: Source, *, trust_remote_code: bool = False) -> ModelFacts:
     return probe_facts(
         source.checkpoint.config,
         source.checkpoint.folder,
-        source.checkpoint.tensors,
+        [*(weight.parameter_name for weight in source.weights.values()), *source.plain],
         trust_remote_code=trust_remote_code,
     )
 
@@ -257,7 +257,7 @@ def load_model(
     config, folder = source.checkpoint.config, source.checkpoint.folder
     if reason := missing_layers(config, source.checkpoint.tensors):
         raise MissingTensor(f"`{source.checkpoint.name}` is incomplete: {reason}")
-    dtype = dtype or meta_model.config_dtype(config) or torch.float32
+    dtype = dtype or meta_model.config_dtype(config) or source.stored_dtype or torch.float32
     model = meta_model.build_on_meta(
         config, folder, dtype=dtype, trust_remote_code=trust_remote_code
     )

@@ -84,6 +84,10 @@ class FormatMismatch(FormatError):
     """The quantization config and the tensor headers contradict each other."""
 
 
+class NotLossless(FormatError):
+    """A quantized weight cannot be written in this format without changing its values."""
+
+
 class ConfigError(QuantloadError, ValueError):
     """Rules, schemes or options do not fit."""
 

@@ -104,7 +104,7 @@ def _not_finite(candidate: QuantTensor, sums: ErrorSums) -> str:
 
 
 def _lost_to_zero_scales(candidate: QuantTensor, reference: Tensor) -> str:
-    is_zero = candidate.scale == 0
+    is_zero = candidate.scale.to(torch.float32) == 0
     if not bool(is_zero.any()):
         return ""
     lost = int(((_spread(candidate, is_zero) != 0) & (reference != 0)).sum())
@@ -161,7 +161,7 @@ def _measure(
 
 
 def _measure_rows(part: QuantTensor, values: Tensor, target: Tensor, *, nearest: bool) -> _Measured:
-    step = _spread(part, part.scale.to(torch.float32).abs()).to(torch.float64)
+    step = _spread(part, part.multiplier.to(torch.float32).abs()).to(torch.float64)
     if part.grid.is_float8:
         step *= _spacing(part)
     error = (values.to(torch.float64) - target.to(torch.float64)).abs_()
@@ -239,7 +239,7 @@ def _most_steps(candidate: QuantTensor, values: Tensor, at: Tensor) -> Tensor:
     """
     working, grid = candidate.evaluation.dtype, candidate.grid
     code = candidate.codes[at].to(torch.float64)
-    scale = _spread(candidate, candidate.scale.abs())[at].to(torch.float64)
+    scale = _spread(candidate, candidate.multiplier.to(torch.float32).abs())[at].to(torch.float64)
     half = _spacing(candidate)[at] / 2 if grid.is_float8 else torch.full_like(code, 0.5)
     zero = torch.zeros_like(code)
     if candidate.zero is not None:

@@ -29,14 +29,12 @@ if TYPE_CHECKING:
     from quantload.mappers.mapper import WeightMapper
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# Leaves that hold the elements of a weight, in the formats that have one.
-_WEIGHT_LEAVES = ("weight", "weight_packed", "qweight", "W_q")
 
 
 def probe_facts(
     config: Mapping[str, Any],
     folder: Path,
-    tensor_names: Iterable[str],
+    parameters: Iterable[str],
     *,
     trust_remote_code: bool = False,
 ) -> ModelFacts:
@@ -45,12 +43,12 @@ def probe_facts(
     Args:
         config: Content of config.json.
         folder: Folder of the checkpoint.
-        tensor_names: Names of its tensors, quantized leaves included.
+        parameters: Names of what it holds, as a checkpoint in full precision names it.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
     from quantload.layers.meta_model import build_on_meta  # transformers takes seconds to import
 
-    names = list(tensor_names)
+    names = list(parameters)
     by_name = facts_from_names(_weight_modules(names), tied_head=_ties_head(config))
     if missing_layers(config, names):
         return replace(by_name, origin=f"name table ({missing_layers(config, names)})")
@@ -140,7 +138,7 @@ def _tied(model: TransformersModel, names: list[str], mapper: WeightMapper) -> d
 
 
 def _is_weight(name: str) -> bool:
-    return name.rpartition(".")[2] in _WEIGHT_LEAVES
+    return name.endswith(".weight")
 
 
 def _weight_modules(names: Iterable[str]) -> list[str]:

@@ -24,6 +24,8 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -43,6 +45,13 @@ from quantload.mappers.mapper import Conversion, Piece
 TransformersModel: TypeAlias = PreTrainedModel
 
 _PROBE_ATTENTION = "quantload_probe"
+# Where a config names no architecture: the first that knows its class.
+_AUTO_CLASSES: tuple[Any, ...] = (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModel,
+)
 # A parameter created by one of these is never read before it is loaded; above this size the memory
 # is not even reserved.
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
@@ -145,7 +154,7 @@ def _model_class(
         found = getattr(transformers, str(name), None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
-    for auto in (AutoModelForCausalLM, AutoModel):
+    for auto in _AUTO_CLASSES:
         mapping: Any = auto._model_mapping
         if type(hf_config) in mapping:
             chosen: Any = mapping[type(hf_config)]

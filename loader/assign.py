@@ -25,6 +25,7 @@ from quantload.errors import (
     UnexpectedTensor,
     listed,
 )
+from quantload.loader.left_out import why_left_out
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 from quantload.mappers.mapper import Target, WeightMapper
 from quantload.progress import Progress, Silent
@@ -113,7 +114,7 @@ def assign(
         FormatMismatch: Codes would be cast into a float parameter.
     """
     places = _Places(model, tied)
-    jobs, dropped = _jobs(source, mapper, places)
+    jobs, dropped = _jobs(model, source, mapper, places)
     places.check(jobs)
     todo = _by_module(jobs)
     progress = progress or Silent()
@@ -121,7 +122,7 @@ def assign(
     for path, module_jobs in todo.items():
         module = model.get_submodule(path)
         for job in module_jobs:
-            value = _read(source, job)
+            value = _read(source, job, module)
             if isinstance(module, Receiver):
                 _hand_over(module, job, value, device)
             else:
@@ -137,7 +138,7 @@ def assign(
 
 
 def _jobs(
-    source: Source, mapper: WeightMapper, places: _Places
+    model: nn.Module, source: Source, mapper: WeightMapper, places: _Places
 ) -> tuple[list[Job], dict[str, str]]:
     jobs: list[Job] = []
     dropped: dict[str, str] = {}
@@ -145,14 +146,16 @@ def _jobs(
     for job_name, weight, shape, names in _tensors(source):
         target = _target_of(job_name, weight, mapper)
         if target is not None and places.has(target):
+            if weight is not None and _is_layer_weight(weight, model.get_submodule(target.module)):
+                shape = weight.shape
             num_bytes = sum(_num_bytes(source, name) for name in names)
             jobs.append(
                 Job(target=target, name=job_name, weight=weight, shape=shape, num_bytes=num_bytes)
             )
         elif (reason := mapper.why_dropped(names[0])) is not None:
             dropped.update(dict.fromkeys(names, reason))
-        elif weight is None and _is_empty_bias(source, job_name, target):
-            dropped[job_name] = "bias of zeros for a layer without bias"
+        elif weight is None and (reason := why_left_out(source, job_name)):
+            dropped[job_name] = reason
         else:
             lost += names
     if lost:
@@ -188,16 +191,6 @@ def _target_of(name: str, weight: SourceWeight | None, mapper: WeightMapper) -> 
     return target
 
 
-def _is_empty_bias(source: Source, name: str, target: Target | None) -> bool:
-    """True for the zero biases that GPTQ exporters add to layers without bias."""
-    if not name.endswith(".bias"):
-        return False
-    weight = source.weights.get(name.removesuffix(".bias"))
-    if weight is None or not weight.is_quantized:
-        return False
-    return not bool(source.read_plain(name).any())
-
-
 def _by_module(jobs: list[Job]) -> dict[str, list[Job]]:
     todo: dict[str, list[Job]] = {}
     for job in jobs:
@@ -208,12 +201,17 @@ def _by_module(jobs: list[Job]) -> dict[str, list[Job]]:
 # -- reading ----------------------------------------------------------------------------------
 
 
-def _read(source: Source, job: Job) -> QuantTensor | Tensor:
+def _read(source: Source, job: Job, module: nn.Module) -> QuantTensor | Tensor:
     if job.weight is None:
         return source.read_plain(job.name)
-    if not job.weight.is_matrix:
-        return source.read_parameter(job.name)
-    return source.read_weight(job.name)
+    if job.weight.is_matrix or _is_layer_weight(job.weight, module):
+        return source.read_weight(job.name)
+    return source.read_parameter(job.name)
+
+
+def _is_layer_weight(weight: SourceWeight, module: nn.Module) -> bool:
+    """True if the weight goes to a layer of ours, which takes [N, K] however the model has it."""
+    return isinstance(module, Receiver) and not weight.experts
 
 
 def _hand_over(

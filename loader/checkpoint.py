@@ -17,7 +17,7 @@ from torch import Tensor
 from quantload.errors import CheckpointError, HeaderError, MissingTensor, ShapeError, listed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """Where one tensor lies, as its file's header says.
 
@@ -64,6 +64,9 @@ class Checkpoint:
         gguf_file: The GGUF file, if it is one.
         quantization_config: The quantization config, wherever it was found; None if there is none.
         quantization_config_file: Name of the file it was found in.
+        warnings: What was left out when it was opened.
+        texts: Texts by key that a file holds beside its tensors (metadata of a safetensors header),
+            by file name.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Checkpoint:
     quantization_config: Mapping[str, Any] | None = None
     quantization_config_file: str = "config.json"
     warnings: tuple[str, ...] = field(default=())
+    texts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def read(self, tensor_name: str) -> Tensor:
         """Read one tensor into new memory, as stored (GGUF blocks as [rows, bytes] uint8).

@@ -56,6 +56,7 @@ class GgufTensor:
         type_name: GGML type, for example "Q4_1".
         start: First byte in the file.
         num_bytes: Length in bytes.
+        file: File that holds it.
     """
 
     name: str
@@ -63,6 +64,7 @@ class GgufTensor:
     type_name: str
     start: int
     num_bytes: int
+    file: Path
 
 
 @dataclass(frozen=True)
@@ -203,4 +205,4 @@ def _locate(
             f"`{data.file_size}`, in `{data.path}`",
             hint=_TRUNCATED,
         )
-    return GgufTensor(name, shape, type_name, start, num_bytes)
+    return GgufTensor(name, shape, type_name, start, num_bytes, data.path)

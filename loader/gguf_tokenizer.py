@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantload.errors import HeaderError, UnsupportedVariant, listed
-from quantload.loader.gguf_config import special_token_ids
 from quantload.loader.gguf_header import read_header
+from quantload.loader.gguf_metadata import special_token_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

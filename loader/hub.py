@@ -15,7 +15,9 @@ _PART = r"[A-Za-z0-9_][\w.-]*"  # `./model` and `../model` are paths
 _HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>[\w./-]+))?", re.ASCII)
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "*.tiktoken"]
 _WANTED += ["LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"]
-_UNWANTED = ["original/*", "metal/*", "onnx/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.gguf"]
+_PICKLED = ["*.bin", "*.bin.index.json", "*.pt", "*.pth"]
+_UNWANTED = ["original/*", "metal/*", "onnx/*", "consolidated*", "*.gguf"]
+_UNWANTED += ["optimizer*", "training_args*", "scheduler*", "rng_state*"]
 
 
 def is_hub_id(text: str) -> bool:
@@ -23,11 +25,12 @@ def is_hub_id(text: str) -> bool:
     return _HUB_ID.fullmatch(text) is not None
 
 
-def fetch_snapshot(hub_id: str) -> Path:
+def fetch_snapshot(hub_id: str, *, pickled: bool = False) -> Path:
     """Return the local folder of a hub repository, downloading what is not cached.
 
     Args:
         hub_id: OWNER/NAME, or OWNER/NAME@REVISION with a branch, tag or commit.
+        pickled: Fetch pickled weights too, for a repository that has no others.
 
     Raises:
         SourceNotFound: No such repository or revision, no access, no connection.
@@ -50,7 +53,10 @@ def fetch_snapshot(hub_id: str) -> Path:
     transport: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
     try:
         folder = snapshot_download(
-            repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+            repo,
+            revision=revision,
+            allow_patterns=_WANTED + (_PICKLED if pickled else []),
+            ignore_patterns=_UNWANTED,
         )
     except GatedRepoError as error:
         raise SourceNotFound(

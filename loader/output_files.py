@@ -11,7 +11,7 @@ import torch
 from quantload.loader.safetensors_header import NAMES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OutputTensor:
     """A tensor to be written.
 

@@ -15,8 +15,9 @@ import torch
 from quantload.errors import listed
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.formats.compressed_tensors import layout
+from quantload.loader.model_dtype import DTYPE_NAMES, config_dtype
 from quantload.loader.output_files import OutputFile, OutputTensor, assign_files
-from quantload.loader.plan_config import DTYPE_NAMES, config_dtype, output_config
+from quantload.loader.plan_config import output_config
 from quantload.loader.plan_groups import OnSplit, SplitOutcome, settle_groups
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 from quantload.mappers.default_keeps import reason_to_keep
@@ -42,7 +43,7 @@ class PlanOptions:
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRow:
     """The decision for one module.
 
@@ -167,7 +168,7 @@ def make_plan(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Choice:
     """What rules and defaults say of one module, before fused groups are settled."""
 

@@ -8,14 +8,9 @@ from typing import Any
 import torch
 
 from quantload.loader.formats.compressed_tensors_config import build_config, validate_config
+from quantload.loader.model_dtype import config_dtype
 from quantload.loader.source import Source
 from quantload.quant.scheme import Scheme
-
-DTYPE_NAMES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 def output_config(
@@ -61,17 +56,6 @@ def output_config(
     if len(dtypes) == 1 and config_dtype(config) not in dtypes:
         _set_dtype(config, str(next(iter(dtypes))).removeprefix("torch."))
     return config
-
-
-def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that a config.json states, if it states one."""
-    text = config.get("text_config")
-    for key in ("dtype", "torch_dtype"):
-        for holder in (config, text if isinstance(text, Mapping) else {}):
-            name = str(holder.get(key) or "").removeprefix("torch.")
-            if name in DTYPE_NAMES:
-                return DTYPE_NAMES[name]
-    return None
 
 
 def _set_untied(config: dict[str, Any]) -> None:

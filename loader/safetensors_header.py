@@ -42,7 +42,12 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a safetensors file by name.
+    """Return the tensors of a safetensors file by name; see `read_file`."""
+    return read_file(file)[0]
+
+
+def read_file(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return the tensors of a safetensors file by name, and its metadata: texts by key.
 
     Raises:
         HeaderError: The file is damaged, truncated, or its header lies.
@@ -52,8 +57,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length), object_pairs_hook=_unique(file))
-    header.pop("__metadata__", None)
-    return {name: _entry(name, info, file, 8 + length) for name, info in header.items()}
+    metadata = header.pop("__metadata__", None) or {}
+    return {name: _entry(name, info, file, 8 + length) for name, info in header.items()}, metadata
 
 
 def _check(file: Path) -> None:

@@ -6,6 +6,7 @@ Behind this object nobody asks for the format: a weight is a `QuantTensor` or a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,7 @@ _INPUT_LEAVES = {
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SourceWeight:
     """The weight of one module, described from headers alone.
 
@@ -139,6 +140,15 @@ class Source:
     def is_quantized(self) -> bool:
         """True if any weight is stored as codes."""
         return any(weight.is_quantized for weight in self.weights.values())
+
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """The dtype of most floats in full precision, for configs that name none."""
+        entries = [e for e in self.checkpoint.tensors.values() if e.dtype in FLOAT_DTYPES]
+        counts: Counter[torch.dtype] = Counter()
+        for entry in entries:
+            counts[entry.dtype] += entry.num_elements
+        return max(counts, key=lambda dtype: counts[dtype]) if counts else None
 
     def read_weight(self, module: str) -> QuantTensor | Tensor:
         """Read the weight of a module: [N, K] or [E * N, K], canonical or float.

@@ -64,6 +64,9 @@ _OTHER_EMBEDDINGS = {
     "wpe",
 }
 _HEADS = {"lm_head", "embed_out", "output_layer"}
+# Layers that keep their weight as [K, N]: `Conv1D` of transformers 5.24, by `model_type`.
+_INPUT_FIRST_MODELS = {"clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
+_INPUT_FIRST_NAMES = {"c_attn", "c_fc", "c_proj", "q_attn"}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?P<block>.*\.experts)\.\d+\.(?P<projection>[^.]+)")
 _EXPERT_INPUTS = {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"}
@@ -96,6 +99,12 @@ def groups_from_names(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
             if last == stacked[0] and names.issuperset(members):
                 groups.append(members)
     return tuple(groups)
+
+
+def keeps_input_first(config: Mapping[str, object], module: str) -> bool:
+    """True if the model of a config keeps the weight of a linear layer as [K, N], as GPT-2 does."""
+    is_such_model = config.get("model_type") in _INPUT_FIRST_MODELS
+    return is_such_model and _last(module) in _INPUT_FIRST_NAMES
 
 
 def missing_layers(config: Mapping[str, object], tensor_names: Iterable[str]) -> str:

@@ -35,7 +35,7 @@ _LEGACY_LEAVES = {"gamma": "weight", "beta": "bias"}
 _HEAD = "lm_head"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Target:
     """A place in the model.
 
@@ -62,7 +62,7 @@ class Target:
         return f"{self.name}[{self.slot}]" if self.slot else self.name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A part of a parameter [E, parts * N, K]: rows part * N .. (part + 1) * N of one expert."""
 
@@ -71,7 +71,7 @@ class Piece:
     parts: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Conversion:
     """What an architecture makes of a checkpoint name.
 
@@ -201,8 +201,11 @@ class WeightMapper:
 
     def _matches(self, name: str) -> Iterator[Target]:
         """Yield the place of each candidate name that is in the model, best first."""
-        split = list(self._places(name))
-        yield from (found for found in split if found.leaf in self._modules[found.module])
+        split = []
+        for found in self._places(name):
+            if found.leaf in self._modules[found.module]:
+                yield found
+            split.append(found)
         for found in split:
             leaf = _LEGACY_LEAVES.get(found.leaf, "")
             if leaf in self._modules[found.module]:
@@ -221,7 +224,7 @@ class WeightMapper:
             for candidate in self._candidates(start):
                 found = self._split(candidate)
                 if found is not None:
-                    yield replace(found, piece=piece)
+                    yield found if piece is None else Target(found.module, found.leaf, 0, piece)
 
     def _candidates(self, start: str) -> Iterator[str]:
         yield start

@@ -4,6 +4,7 @@ int2 .. int8     signed integers, two's complement range, stored as int8
 uint2 .. uint8   unsigned integers, stored as uint8
 e4m3, e5m2       OCP FP8 (finite e4m3 as in `float8_e4m3fn`), stored in torch's own dtype
 e2m1             OCP FP4, code 0..15 with the sign in bit 3, stored as uint8
+e2m3, e3m2       OCP FP6, code 0..63 with the sign in bit 5, stored as uint8
 table            any 16 values (nf4, fp4 of bitsandbytes), code 0..15, stored as uint8
 """
 
@@ -15,6 +16,14 @@ import torch
 from torch import Tensor
 
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M3_MAGNITUDES = (
+    *(mantissa / 8 for mantissa in range(8)),
+    *((1 + mantissa / 8) * 2.0**exponent for exponent in range(3) for mantissa in range(8)),
+)
+_E3M2_MAGNITUDES = (
+    *(mantissa / 16 for mantissa in range(4)),
+    *((1 + mantissa / 4) * 2.0**exponent for exponent in range(-2, 5) for mantissa in range(4)),
+)
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -104,5 +113,7 @@ def table_grid(name: str, table: tuple[float, ...]) -> Grid:
 E4M3 = Grid("e4m3", 8, -448.0, 448.0, torch.float8_e4m3fn)
 E5M2 = Grid("e5m2", 8, -57344.0, 57344.0, torch.float8_e5m2)
 E2M1 = table_grid("e2m1", _E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES))
+E2M3 = table_grid("e2m3", _E2M3_MAGNITUDES + tuple(-m for m in _E2M3_MAGNITUDES))
+E3M2 = table_grid("e3m2", _E3M2_MAGNITUDES + tuple(-m for m in _E3M2_MAGNITUDES))
 INT4 = int_grid(4)
 INT8 = int_grid(8)

@@ -69,6 +69,22 @@ def unpack_dense(words: Tensor, bits: int, columns: int) -> Tensor:
     return fields
 
 
+def unpack_bytes(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """Undo `pack_dense` where the words are stored as bytes: [N, B] uint8 to [N, columns] uint8.
+
+    Raises:
+        ShapeError: B is not the number of bytes that `columns` fields take.
+    """
+    expected = -(-columns * bits // 8)
+    if packed.shape[1] != expected:
+        raise ShapeError(
+            f"{packed.shape[1]} bytes a row do not hold {columns} fields of {bits} bits, "
+            f"expected {expected}"
+        )
+    whole = torch.nn.functional.pad(packed, (0, -expected % 4)) if expected % 4 else packed
+    return unpack_dense(whole.contiguous().view(torch.int32), bits, columns)
+
+
 def unpack_padded(words: Tensor, bits: int, columns: int) -> Tensor:
     """Read [N, W] int32 words of 32 // bits fields each as [N, columns] uint8.
 

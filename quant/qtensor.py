@@ -42,12 +42,20 @@ class Evaluation:
             the values. "value*" and "value/": the finished values are.
         inner: Whether columns are multiplied or divided by `inner`.
         input: Whether `input_scale` is a multiplier or a divisor of the codes of an input.
+        result: The producer rounds finished values to this, whatever dtype its model runs in. None
+            leaves them in `dtype`; a model of a wider dtype then gets wider values.
+        scale: dtype in which the scale meets `outer`, before it is cast to `dtype`. None is
+            `dtype`.
+        values: Whether values are multiplied or divided by the scale.
     """
 
     dtype: torch.dtype
     outer: OuterUse = "scale*"
     inner: InnerUse = "*"
     input: InnerUse = "*"
+    result: torch.dtype | None = None
+    scale: torch.dtype | None = None
+    values: InnerUse = "*"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +65,7 @@ class QuantTensor:
     Args:
         grid: What a code stands for.
         codes: [N, K] in `grid.storage`.
-        scale: [R, G], float or e8m0 dtype, multiplier.
+        scale: [R, G], float or e8m0 dtype, multiplier unless the evaluation says otherwise.
         zero: [R, G], in units of a code; affine form only.
         offset: [R, G], in units of a weight; offset form only.
         outer: [1, 1] or [N, 1], float.
@@ -137,6 +145,13 @@ class QuantTensor:
         """Where the codes are."""
         return self.codes.device
 
+    @property
+    def multiplier(self) -> Tensor:
+        """[R, G] the scale; where it is a divisor, its inverse in float32."""
+        if self.evaluation.values == "*":
+            return self.scale
+        return (1 / self.scale.to(torch.float64)).to(torch.float32)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the parts that are tensors, by field name."""
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -151,8 +166,11 @@ class QuantTensor:
         """Return the tensor for a model that runs in `dtype`: evaluated in no narrower dtype.
 
         A model in float32 gets products of bfloat16 scales unrounded, as transformers, which casts
-        scales to the model's dtype, and kernels, which multiply in float32, compute them.
+        scales to the model's dtype, and kernels, which multiply in float32, compute them. Where the
+        evaluation has a `result`, its values are the same in every model.
         """
+        if self.evaluation.result is not None:
+            return self
         wider = torch.promote_types(self.evaluation.dtype, dtype)
         return replace(self, evaluation=replace(self.evaluation, dtype=wider))
 
@@ -162,13 +180,14 @@ class QuantTensor:
         """Return the weight [N, K], evaluated as the producer does, then cast to `dtype`.
 
         Args:
-            dtype: dtype of the result; None keeps `evaluation.dtype`.
+            dtype: dtype of the result; None keeps that of the evaluation.
         """
         working = self.evaluation.dtype
         values = self._grouped(self.grid.values(self.codes, working))
         if self.zero is not None:
             values -= self._fitting(self.zero.to(working))
-        values *= self._fitting(self._scale_with_outer().to(working))
+        scale = self._fitting(self._scale_with_outer().to(working))
+        values = values.mul_(scale) if self.evaluation.values == "*" else values.div_(scale)
         if self.offset is not None:
             values += self._fitting(self.offset.to(working))
         values = values.reshape(self.shape)
@@ -180,13 +199,15 @@ class QuantTensor:
             values *= self.inner.to(working)
         elif self.inner is not None:
             values /= self.inner.to(working)
+        if self.evaluation.result is not None:
+            values = values.to(self.evaluation.result)
         return values if dtype is None else values.to(dtype)
 
     def _scale_with_outer(self) -> Tensor:
         """[R or N, G] scale, with `outer` applied where it belongs to the scale."""
         if self.outer is None or self.evaluation.outer.startswith("value"):
             return self.scale
-        working = self.evaluation.dtype
+        working = self.evaluation.scale or self.evaluation.dtype
         outer = self.outer.to(working)
         scale = self.scale.to(working)
         if outer.shape[0] != 1:
@@ -223,6 +244,23 @@ class QuantTensor:
         return part.repeat_interleave(self.block[1], dim=1)[:, : self.shape[1]]
 
     # -- exact rearrangements ------------------------------------------------------------------
+
+    def folded(self) -> QuantTensor:
+        """Return the tensor with an `outer` of its scale folded into the scale, in its dtype.
+
+        The values stay equal. An `outer` of finished values stays.
+        """
+        if self.outer is None or self.evaluation.outer.startswith("value"):
+            return self
+        working, per_row = self.evaluation.dtype, self
+        if self.outer.shape[0] != 1:
+            per_row = self.refined((1, self.block[1]))
+        return replace(
+            per_row,
+            scale=per_row._scale_with_outer().to(working),
+            outer=None,
+            evaluation=replace(self.evaluation, outer="scale*", scale=None),
+        )
 
     def refined(self, block: tuple[int, int]) -> QuantTensor:
         """Repeat scales so that `block` rows and columns share one; the values stay equal.

@@ -170,7 +170,7 @@ def _rule(pattern: str, value: object) -> Rule:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Decision:
     """What the rules say of one module.
 

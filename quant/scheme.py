@@ -21,6 +21,8 @@ SERVED_GROUP_SIZES = (128, 64, 32)  # what serving engines have kernels for
 
 Granularity = Literal["tensor", "channel", "group", "block"]
 InputGranularity = Literal["tensor", "token", "group"]
+ScaleKind = Literal["float", "e8m0", "e4m3"]
+ZeroKind = Literal["int", "float", "offset"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,11 @@ class WeightScheme:
         symmetric: True if there is no zero point.
         group_size: Columns per scale, for granularity "group".
         block: Rows and columns per scale, for granularity "block".
+        scale: What scales are: floats; powers of two (e8m0, as in MX formats); or e4m3 with one
+            float for the tensor (as in NVFP4).
+        act_order: True if columns find their group by number instead of by place.
+        zero: What zero points are, if there are some: integers, floats, or an offset in units of a
+            weight.
     """
 
     grid: Grid
@@ -41,6 +48,9 @@ class WeightScheme:
     symmetric: bool = True
     group_size: int | None = None
     block: tuple[int, int] | None = None
+    scale: ScaleKind = "float"
+    act_order: bool = False
+    zero: ZeroKind = "int"
 
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
         """Return how many rows and columns of a [rows, columns] weight share one scale."""
@@ -67,6 +77,8 @@ class InputScheme:
         group_size: Features per scale, for granularity "group".
         dynamic: True if scales are computed from the input; False if the checkpoint holds them.
         symmetric: True if there is no zero point.
+        scale: What scales are, as in `WeightScheme`; with "e4m3" the checkpoint holds the float for
+            the tensor.
     """
 
     grid: Grid
@@ -74,6 +86,7 @@ class InputScheme:
     group_size: int | None = None
     dynamic: bool = True
     symmetric: bool = True
+    scale: ScaleKind = "float"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +173,17 @@ def scheme_of(weight: WeightScheme, input: InputScheme | None, *, name: str = ""
     for preset in PRESETS.values():
         if preset.weight is None or preset.input != input:
             continue
-        same = (weight.grid, weight.symmetric) == (preset.weight.grid, preset.weight.symmetric)
+        same = _kind(weight) == _kind(preset.weight)
         kinds = {weight.granularity, preset.weight.granularity}
         if same and (len(kinds) == 1 or (kinds == {"group", "channel"} and input is None)):
             return Scheme(name=preset.name, weight=weight, input=input)
     if not name:
         name = weight.grid.name + (f", input {input.grid.name}" if input else "")
     return Scheme(name=name, weight=weight, input=input)
+
+
+def _kind(weight: WeightScheme) -> tuple[Grid, bool, ScaleKind]:
+    return weight.grid, weight.symmetric, weight.scale
 
 
 def parse_scheme(text: str, *, group_size: int | None = None) -> Scheme:

@@ -232,6 +232,8 @@ def _why_not_int8_rows(weight: QuantTensor, device: torch.device) -> str | None:
         return f"wants int8 weights, found `{weight.grid.name}`"
     if weight.zero is not None or weight.offset is not None or weight.outer is not None:
         return "wants symmetric weights without a second scale"
+    if weight.evaluation.values == "/":
+        return "wants scales that are multipliers"
     if weight.scale.shape[1] != 1 or weight.scale.shape[0] not in (1, weight.shape[0]):
         return "wants one scale a row"
     return None
@@ -243,6 +245,8 @@ def _why_not_exact(weight: QuantTensor, dtype: torch.dtype) -> str | None:
         return f"torch's kernel is slow in `{dtype}`"
     if weight.outer is not None:
         return "wants a weight without a second scale"
+    if weight.evaluation.values == "/":
+        return "wants scales that are multipliers"
     if weight.scale.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"wants float scales, found `{weight.scale.dtype}`"
     if not torch.equal(weight.scale.to(dtype).to(weight.scale.dtype), weight.scale):

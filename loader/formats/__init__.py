@@ -5,15 +5,25 @@ To add a format: one file in this folder with a `Reader`, and one row in `FORMAT
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from quantload.errors import FormatMismatch, UnknownFormat, listed
 from quantload.loader.checkpoint import Checkpoint
+from quantload.loader.formats.awq import AwqReader
+from quantload.loader.formats.bitsandbytes import BitsAndBytesReader
 from quantload.loader.formats.compressed_tensors import CompressedTensorsReader
 from quantload.loader.formats.dense import DenseReader, quantized_names
 from quantload.loader.formats.detect import REFUSED, method_of
+from quantload.loader.formats.fp8 import Fp8Reader
 from quantload.loader.formats.gguf import GgufReader
+from quantload.loader.formats.hqq import HqqReader
+from quantload.loader.formats.gguf_in_safetensors import GgufInSafetensorsReader
+from quantload.loader.formats.gptq import GptqReader
+from quantload.loader.formats.modelopt import ModelOptReader
+from quantload.loader.formats.mxfp4 import Mxfp4Reader
+from quantload.loader.formats.quark import QuarkReader
 from quantload.loader.source import Reader, Source
 
 
@@ -26,12 +36,15 @@ class FormatRow:
         title: For people.
         reader: Builds the reader of a checkpoint in this format.
         methods: `quant_method`s of the configs that say so, in lower case.
+        leaf: Regular expression for the end of tensor names that no other format has, and that
+            tell all there is to know: such a checkpoint needs no quantization config.
     """
 
     name: str
     title: str
     reader: Callable[[Checkpoint], Reader]
     methods: tuple[str, ...] = ()
+    leaf: str = ""
 
 
 FORMATS = (
@@ -42,6 +55,38 @@ FORMATS = (
         CompressedTensorsReader,
         ("compressed-tensors", "compressed_tensors"),
     ),
+    FormatRow(
+        "modelopt",
+        "ModelOpt (fp8, int8, int4, NVFP4, MX)",
+        ModelOptReader,
+        ("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"),
+    ),
+    FormatRow(
+        "quark", "AMD Quark (fp8, int8, int4, MXFP4, MXFP6, NVFP4)", QuarkReader, ("quark",)
+    ),
+    FormatRow(
+        "bitsandbytes",
+        "bitsandbytes (nf4, fp4, int8)",
+        BitsAndBytesReader,
+        ("bitsandbytes",),
+        leaf=r"\.(quant_state\.bitsandbytes__\w+|SCB)",
+    ),
+    FormatRow("gptq", "GPTQ", GptqReader, ("gptq",)),
+    FormatRow("awq", "AWQ", AwqReader, ("awq",)),
+    FormatRow(
+        "gptqmodel-gguf",
+        "GGUF blocks in safetensors (GPTQModel)",
+        GgufInSafetensorsReader,
+        ("gguf",),
+    ),
+    FormatRow(
+        "fp8",
+        "FP8 (fp8, fbgemm_fp8, mxfp8)",
+        Fp8Reader,
+        ("fp8", "fbgemm_fp8", "mxfp8"),
+    ),
+    FormatRow("mxfp4", "MXFP4 experts (gpt-oss)", Mxfp4Reader, ("mxfp4",)),
+    FormatRow("hqq", "HQQ (1 to 8 bits)", HqqReader, ("hqq",), leaf=r"\.W_q"),
     FormatRow("gguf", "GGUF (llama family)", GgufReader),
 )
 _WAY_OUT = "dequantize it with its own tool first, or start from the full-precision model"
@@ -79,6 +124,9 @@ def _detect(checkpoint: Checkpoint) -> FormatRow:
         config = None  # a side file of another export; the tensors are in full precision
     if config is None:
         if evidence:
+            row = _by_leaf(checkpoint)
+            if row is not None:
+                return row
             raise FormatMismatch(
                 f"no quantization config in `{checkpoint.name}`, but its tensors are quantized: "
                 f"{listed(evidence)}",
@@ -90,6 +138,19 @@ def _detect(checkpoint: Checkpoint) -> FormatRow:
     if row is None:
         raise _unknown(checkpoint, method)
     return row
+
+
+def _by_leaf(checkpoint: Checkpoint) -> FormatRow | None:
+    """Return the one format whose own tensors are there, if there is one."""
+    rows = [row for row in FORMATS if row.leaf]
+    endings = [(row, re.compile(rf"(?:{row.leaf})$")) for row in rows]
+    found = {
+        row.name: row
+        for name in checkpoint.tensors
+        for row, ending in endings
+        if ending.search(name)
+    }
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def _unknown(checkpoint: Checkpoint, method: str | None) -> UnknownFormat:

@@ -6,64 +6,64 @@ pack-quantized (integers of 2 to 8 bits)
     weight_packed       int32 [N, W]          u = code + 2^(b-1), packed along K, little endian
                                               dense: W = ceil(K * b / 32); before 0.18, for 3, 5, 6
                                               and 7 bits padded: W = ceil(K / (32 // b))
-    weight_scale        float [N, G], [N, 1] or [1]
+    weight_scale        float [N, G], [N, 1], [1], or [ceil(N/rows), ceil(K/columns)] of blocks
     weight_shape        int64 [2] = (N, K)
-    weight_zero_point   int32 [ceil(N * b / 32), G], packed as the weight but along N, or int8
-    weight_g_idx        int32 [K], the group of each column (act-order "group")
-int-quantized, naive-quantized
-    weight              int8 [N, K];  weight_scale as above;  weight_zero_point int8
-float-quantized
-    weight              e4m3 [N, K];  weight_scale [1], [N, 1], or [ceil(N/128), ceil(K/128)] blocks
-all
-    w = (code - zero_point) * scale, evaluated in the scale's dtype
-    input_scale, input_zero_point belong to static input quantization
+    weight_zero_point   group and channel: int32 [ceil(N * b / 32), G], packed as the weight but
+                        along N, or int8 [N, G]; tensor and block: int8 in the shape of the scale
+    weight_g_idx        int32 [K], the group of each column (act-order "group", until 0.19)
+int-quantized, naive-quantized, float-quantized
+    weight              int8 (also for fewer bits) or e4m3 [N, K]
+    weight_scale, weight_zero_point as above, zero points int8 or e4m3, not packed
+nvfp4-pack-quantized
+    weight_packed       uint8 [N, K/2]        e2m1 codes, low nibble first
+    weight_scale        e4m3 [N, K/16]
+    weight_global_scale float32 [1] or [], a divisor
+mxfp4-pack-quantized, mxfp6-pack-quantized, mxfp8-quantized
+    weight_packed       uint8 [N, K/2] e2m1; uint8 [N, 3K/4] e2m3, 4 codes in 3 bytes little endian;
+    or weight           e4m3 [N, K]
+    weight_scale        uint8 [N, K/32], 2^(byte - 127)
 
-A `weight_g_idx` of -1 is a placeholder: groups are in order. Zero points of pack-quantized weights
-are packed where they are int32.
+Evaluation
+    integers and e4m3   w = (code - zero_point) * scale in the scale's dtype
+    mx                  w = code * scale in bfloat16
+    nvfp4               s = scale / global scale, rounded to float32 if that is [1], to bfloat16 if
+                        it is []; w = code * s in the dtype of s, rounded to bfloat16
+input_scale, input_zero_point and input_global_scale (a divisor) belong to static input
+quantization. A `weight_g_idx` of -1 is a placeholder: groups are in order.
 
-Source: compressed-tensors 0.17.0 to 0.20.1, `compressors/`; dense instead of padded from 0.18.0 on.
+What is not quantized although tensors of scales are left (groups of format "dense") is read as it
+is. Quantized modules that no target names (model-free exports quantize embeddings under the target
+"Linear") belong to the only group that fits their tensors.
+
+Source: compressed-tensors 0.17.0 to 0.20.1, `compressors/` and `quantization/lifecycle/forward.py`;
+dense instead of padded from 0.18.0 on; exponents of mxfp4 biased by 127 from 0.14.0 on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from quantload.errors import (
-    FormatMismatch,
-    MissingTensor,
-    UnsupportedVariant,
-    listed,
-)
-from quantload.loader.checkpoint import Checkpoint, TensorEntry
-from quantload.loader.formats.compressed_tensors_config import (
-    PACKED,
-    Group,
-    parse_config,
-    written_format,
-)
-from quantload.loader.formats.compressed_tensors_shapes import (
-    check_zero_point,
-    scale_shape,
-    scheme_as_stored,
-    weight_of,
-)
-from quantload.loader.formats.dense import dense_weight, quantized_names
+from quantload.errors import FormatMismatch, MissingTensor, QuantloadError, listed
+from quantload.loader.checkpoint import Checkpoint
+from quantload.loader.formats.agreement import ConfigSays, check_agreement
+from quantload.loader.formats.cache_scales import with_usual_cache_names
+from quantload.loader.formats.compressed_tensors_arguments import MXFP4, SCALE_KINDS
+from quantload.loader.formats.compressed_tensors_config import Group, parse_config
+from quantload.loader.formats.compressed_tensors_decode import decode_parts
+from quantload.loader.formats.compressed_tensors_encode import Leaf, encode, layout
+from quantload.loader.formats.compressed_tensors_shapes import checked_weight
+from quantload.loader.formats.dense import dense_weight
+from quantload.loader.formats.finite import refuse_nonfinite
+from quantload.loader.formats.module_leaves import ModuleLeaves, by_module, refuse_leftovers
 from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
-from quantload.quant.grid import Grid
-from quantload.quant.packing import (
-    pack_dense,
-    unpack_dense,
-    unpack_padded,
-    words_dense,
-    words_padded,
-)
-from quantload.quant.qtensor import Evaluation, QuantTensor
-from quantload.quant.scheme import Scheme
+from quantload.quant.qtensor import QuantTensor
 
+_INPUT_LEAVES = ("input_scale", "input_zero_point", "input_global_scale")
 _LEAVES = (
     "weight_packed",
     "weight_scale",
@@ -71,317 +71,183 @@ _LEAVES = (
     "weight_shape",
     "weight_g_idx",
     "weight_global_scale",
-    "input_scale",
-    "input_zero_point",
-    "input_global_scale",
+    *_INPUT_LEAVES,
     "weight",
 )
+_BY_HEADERS = "the headers (the config leaves it out)"
 
 
 class CompressedTensorsReader(Reader):
     """Reader of one compressed-tensors checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint)
-        assert checkpoint.quantization_config is not None, "detected by its config"
-        self.cache_scheme = checkpoint.quantization_config.get("kv_cache_scheme")
-        self._config = parse_config(checkpoint.quantization_config)
+        super().__init__(with_usual_cache_names(checkpoint))
+        config = checkpoint.quantization_config
+        assert config is not None, "detected by its config"
+        cache_scheme = config.get("kv_cache_scheme")
+        if cache_scheme is not None and not isinstance(cache_scheme, Mapping):
+            raise FormatMismatch(
+                f"`kv_cache_scheme` of the quantization config is `{cache_scheme}`, expected an "
+                f"object, in `{checkpoint.name}`"
+            )
+        self.cache_scheme = cache_scheme
+        self._config = parse_config(config)
 
     def weights(self) -> Mapping[str, SourceWeight]:
         """Describe every weight, by module; config and headers must agree."""
         found = {}
-        for module, leaves in _modules(self.checkpoint).items():
-            weight = self._describe(module, leaves)
+        said = {}
+        for module, leaves in by_module(self.checkpoint, _LEAVES).items():
+            weight = self._describe(leaves)
             if weight is not None:
                 found[module] = weight
-        self._check_exact_targets(found)
-        self._check_leftovers(found)
+                said[module] = self._said(module)
+        stored = {module: weight.is_quantized for module, weight in found.items()}
+        self.warnings += check_agreement(said, stored, self.checkpoint.name)
+        self.warnings += self._about_exponents(found)
+        consumed = [name for weight in found.values() for name in weight.leaves.values()]
+        refuse_leftovers(self.checkpoint, consumed)
         return found
 
-    def _describe(self, module: str, leaves: Mapping[str, str]) -> SourceWeight | None:
-        if "weight_packed" not in leaves and "weight_scale" not in leaves:
-            return self._describe_plain(module, leaves)
-        entries = {leaf: self.checkpoint.tensors[name] for leaf, name in leaves.items()}
-        group, decided_by = self._group_of(module)
-        self._check_leaves(module, leaves, group)
-        scale = entries["weight_scale"]
-        if scale.dtype not in FLOAT_DTYPES:
-            raise UnsupportedVariant(f"tensor `{scale.name}` is `{scale.dtype}`, expected floats")
-        shape = self._shape(module, entries, group)
-        scheme = scheme_as_stored(group.scheme, scale.shape, shape, module)
-        check_zero_point(entries.get("weight_zero_point"), group, scheme, shape)
+    # -- one module ----------------------------------------------------------------------------
+
+    def _describe(self, leaves: ModuleLeaves) -> SourceWeight | None:
+        is_packed = "weight_packed" in leaves
+        if not is_packed and "weight_scale" not in leaves:
+            return self._described_plain(leaves)
+        matched = self._matched(leaves.module)
+        if matched is not None and matched[0].is_quantized:
+            return self._described(leaves, *matched)
+        is_plain = "weight" in leaves and leaves["weight"].dtype in FLOAT_DTYPES
+        if matched is not None and is_plain and not is_packed:
+            return self._described_plain(leaves)
+        return self._described_by_headers(leaves)
+
+    def _described(self, leaves: ModuleLeaves, group: Group, decided_by: str) -> SourceWeight:
+        shape, scheme = checked_weight(leaves, group, self._read_shape)
+        has_own_scales = group.format in SCALE_KINDS
         return SourceWeight(
-            module=module,
+            module=leaves.module,
             shape=shape,
             scheme=scheme,
             encoding=f"{group.format} {scheme}",
-            dtype=scale.dtype,
-            leaves=leaves,
+            dtype=torch.bfloat16 if has_own_scales else leaves["weight_scale"].dtype,
+            leaves=leaves.names,
             decided_by=f"{group.name}: {decided_by}",
         )
 
-    def _describe_plain(self, module: str, leaves: Mapping[str, str]) -> SourceWeight | None:
+    def _described_by_headers(self, leaves: ModuleLeaves) -> SourceWeight:
+        """Describe a module that the config leaves out: by the only group that fits it."""
+        groups = [group for group in self._config.groups if group.is_quantized]
+        kinds = {(group.scheme, group.format): group for group in reversed(groups)}
+        fitting: list[SourceWeight] = []
+        errors: list[QuantloadError] = []
+        for group in kinds.values():
+            try:
+                fitting.append(self._described(leaves, group, _BY_HEADERS))
+            except QuantloadError as error:
+                errors.append(error)
+        if len(fitting) == 1:
+            return fitting[0]
+        if len(kinds) == 1:
+            raise errors[0]
+        which = f"{len(fitting)} groups fit it" if fitting else "none fits it"
+        raise FormatMismatch(
+            f"module `{leaves.module}` is quantized in the files, but no config group names it, "
+            f"and {which}, in `{self.checkpoint.name}`"
+        )
+
+    def _described_plain(self, leaves: ModuleLeaves) -> SourceWeight | None:
         if "weight" not in leaves:
             return None
-        entry = self.checkpoint.tensors[leaves["weight"]]
+        entry = leaves["weight"]
         if len(entry.shape) >= 2 and entry.dtype not in FLOAT_DTYPES:
             raise MissingTensor(
-                f"tensor `{module}.weight_scale` is missing: `{entry.name}` is `{entry.dtype}`, in "
-                f"`{self.checkpoint.name}`"
+                f"tensor `{leaves.module}.weight_scale` is missing: `{entry.name}` is "
+                f"`{entry.dtype}`, in `{self.checkpoint.name}`"
             )
-        return dense_weight(entry)
+        weight = dense_weight(entry)
+        left = {leaf: name for leaf, name in leaves.names.items() if leaf != "weight"}
+        if weight is None or not left:
+            return weight
+        self.warnings.append(
+            f"module `{leaves.module}` is in full precision; what is left of its quantization is "
+            f"dropped: {listed(left)}"
+        )
+        return replace(weight, leaves=leaves.names)
 
-    def _group_of(self, module: str) -> tuple[Group, str]:
-        matched = self._config.match(module, _class_names(module))
-        if matched is not None:
-            return matched
-        fallback = self._config.fallback()
-        if fallback is None:
-            raise FormatMismatch(
-                f"module `{module}` is quantized in the files, but no config group names it, in "
-                f"`{self.checkpoint.name}`"
-            )
-        return fallback, "the headers (the config leaves it out)"
+    def _read_shape(self, name: str) -> tuple[int, int]:
+        rows, columns = self.checkpoint.read(name).tolist()
+        return int(rows), int(columns)
 
-    def _check_leaves(self, module: str, leaves: Mapping[str, str], group: Group) -> None:
-        needed = ["weight_packed", "weight_shape"] if group.format == PACKED else ["weight"]
-        needed += ["weight_scale"]
-        if not weight_of(group.scheme).symmetric:
-            needed += ["weight_zero_point"]
-        for leaf in needed:
-            if leaf not in leaves:
-                raise MissingTensor(
-                    f"tensor `{module}.{leaf}` is missing in `{self.checkpoint.name}`; config "
-                    f"group `{group.name}` says `{group.format}`, the module has {listed(leaves)}"
-                )
-        if {"weight", "weight_packed"} <= leaves.keys():
-            raise FormatMismatch(
-                f"module `{module}` has both `weight` and `weight_packed`, expected only "
-                f"`{needed[0]}` in format `{group.format}`, in `{self.checkpoint.name}`",
-                hint="one of the two is left over from another export",
-            )
-        if "weight_global_scale" in leaves:
-            raise UnsupportedVariant(
-                f"tensor `{leaves['weight_global_scale']}` is not read in format `{group.format}`"
-            )
+    # -- what the config says --------------------------------------------------------------------
 
-    def _shape(
-        self, module: str, entries: Mapping[str, TensorEntry], group: Group
-    ) -> tuple[int, int]:
-        """Return (N, K); checks dtype and shape of the codes."""
-        grid = weight_of(group.scheme).grid
-        codes = entries["weight_packed" if group.format == PACKED else "weight"]
-        if len(codes.shape) != 2:
-            raise UnsupportedVariant(
-                f"tensor `{codes.name}` has {len(codes.shape)} dimensions, expected 2"
-            )
-        storage = torch.int32 if group.format == PACKED else grid.storage
-        if codes.dtype != storage:
-            raise FormatMismatch(
-                f"tensor `{codes.name}` is `{codes.dtype}`, expected `{storage}` for `{grid.name}` "
-                f"in format `{group.format}`, in `{self.checkpoint.name}`",
-                hint=f"config group `{group.name}` says so",
-            )
-        if group.format == PACKED:
-            return self._packed_shape(codes, entries["weight_shape"], group)
-        return codes.shape[0], codes.shape[1]
+    def _matched(self, module: str) -> tuple[Group, str] | None:
+        """Return the group of a module and its target.
 
-    def _packed_shape(
-        self, packed: TensorEntry, shape: TensorEntry, group: Group
-    ) -> tuple[int, int]:
-        if shape.shape != (2,) or shape.dtype not in (torch.int64, torch.int32):
-            raise FormatMismatch(
-                f"tensor `{shape.name}` is `{shape.dtype}` of shape `{shape.shape}`, expected two "
-                f"integers, in `{self.checkpoint.name}`"
-            )
-        rows, columns = map(int, self.checkpoint.read(shape.name).tolist())
-        bits = weight_of(group.scheme).grid.bits
-        if (
-            min(rows, columns) < 1
-            or packed.shape[0] != rows
-            or packed.shape[1] not in (words_dense(columns, bits), words_padded(columns, bits))
-        ):
-            raise FormatMismatch(
-                f"tensor `{packed.name}` has shape `{packed.shape}`, expected "
-                f"`({rows}, {words_dense(columns, bits)})` for a {bits}-bit weight of "
-                f"`({rows}, {columns})`, in `{self.checkpoint.name}`",
-                hint=f"config group `{group.name}` says {bits} bits",
-            )
-        return rows, columns
+        Model-free exports count embeddings as `Linear`.
+        """
+        classes = _class_names(module)
+        if self._config.ignored_by(module, classes) is not None:
+            return None
+        return self._config.match(module, classes) or self._config.match(module, ("Linear",))
 
-    def _check_exact_targets(self, found: Mapping[str, SourceWeight]) -> None:
-        for group in self._config.groups:
-            plain = [t for t in group.targets if t in found and not found[t].is_quantized]
-            ignored = set(self._config.ignore)
-            plain = [target for target in plain if target not in ignored]
-            if plain:
-                raise FormatMismatch(
-                    f"config group `{group.name}` names modules that are not quantized in the "
-                    f"files: {listed(plain)}, in `{self.checkpoint.name}`",
-                    hint="these files are not the ones that the config was written for",
-                )
+    def _said(self, module: str) -> ConfigSays:
+        classes = _class_names(module)
+        ignored = self._config.ignored_by(module, classes)
+        if ignored is not None:
+            return ConfigSays(is_quantized=False, entry=f"ignore: {ignored}")
+        matched = self._config.match(module, classes)
+        if matched is None:
+            return ConfigSays(is_quantized=False, entry="no target matches")
+        group, target = matched
+        return ConfigSays(
+            is_quantized=group.is_quantized,
+            entry=f"{group.name}: {target}",
+            is_exact=target == module,
+        )
 
-    def _check_leftovers(self, found: Mapping[str, SourceWeight]) -> None:
-        """Refuse what nothing reads: it would be taken for a tensor in full precision."""
-        consumed = {name for weight in found.values() for name in weight.leaves.values()}
-        left = [e for e in self.checkpoint.tensors.values() if e.name not in consumed]
-        quantized = quantized_names(left)
-        if quantized:
-            raise UnsupportedVariant(
-                f"quantized tensors that are not the weight of one module are not read: "
-                f"{listed(quantized)}, in `{self.checkpoint.name}`"
-            )
+    def _about_exponents(self, found: Mapping[str, SourceWeight]) -> list[str]:
+        version = self._config.version
+        is_old = version is not None and version < (0, 14)
+        if not is_old or not any(w.encoding.startswith(MXFP4) for w in found.values()):
+            return []
+        return [
+            "compressed-tensors before 0.14 wrote some MXFP4 scales with a bias of 125 instead of "
+            "127; they are read with 127. Weights of such a checkpoint would be 4 times too small: "
+            "compare it with its source"
+        ]
+
+    # -- reading -----------------------------------------------------------------------------------
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
-        """Read a weight [N, K]: canonical if it is quantized, else float."""
+        """Read a weight [N, K]: canonical if it is quantized, else float.
+
+        Raises:
+            NonFiniteWeight: Codes or scales hold NaN or infinity.
+            FormatMismatch: Values contradict the scheme.
+        """
         if weight.scheme is None:
             return self.checkpoint.read(weight.leaves["weight"])
+        refuse = partial(refuse_nonfinite, checkpoint_name=self.checkpoint.name)
+        for leaf in _INPUT_LEAVES:
+            if leaf in weight.leaves:
+                name = weight.leaves[leaf]
+                refuse(self.checkpoint.read(name), name)
         parts = {
             leaf: self.checkpoint.read(name)
             for leaf, name in weight.leaves.items()
-            if leaf.startswith("weight") and leaf != "weight_shape"
+            if leaf not in ("weight_shape", *_INPUT_LEAVES)
         }
-        return _decode(parts, weight)
-
-
-def _modules(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    """Tensor names by module and leaf."""
-    modules: dict[str, dict[str, str]] = {}
-    for name in checkpoint.tensors:
-        module, _, leaf = name.rpartition(".")
-        if leaf in _LEAVES:
-            modules.setdefault(module, {})[leaf] = name
-    return modules
+        return decode_parts(
+            parts, weight, version=self._config.version, checkpoint_name=self.checkpoint.name
+        )
 
 
 def _class_names(module: str) -> tuple[str, ...]:
     """Return the class that a name suggests: a quantized weight is a Linear's or an Embedding's."""
     is_embedding = "embed" in module.rpartition(".")[2]
     return ("Embedding",) if is_embedding else ("Linear",)
-
-
-def _decode(parts: Mapping[str, Tensor], weight: SourceWeight) -> QuantTensor:
-    assert weight.scheme is not None, "only quantized weights are decoded"
-    scheme = weight_of(weight.scheme)
-    rows, columns = weight.shape
-    grid_shape = scale_shape(scheme, weight.shape)
-    scale = parts["weight_scale"].reshape(grid_shape)
-    zero = parts.get("weight_zero_point")
-    codes = parts["weight"] if "weight" in parts else parts["weight_packed"]
-    if "weight_packed" in parts:
-        codes = _unpack(codes, scheme.grid, columns)
-        if zero is not None and zero.dtype == torch.int32:
-            zero = _transposed(_unpack(_transposed(zero), scheme.grid, rows))
-    return QuantTensor(
-        grid=scheme.grid,
-        codes=codes,
-        scale=scale,
-        zero=_zero_point(zero, weight, grid_shape),
-        block=scheme.block_of(rows, columns),
-        group_of=_group_of_columns(parts.get("weight_g_idx"), weight, grid_shape[1]),
-        evaluation=Evaluation(dtype=scale.dtype),
-    )
-
-
-def _zero_point(
-    zero: Tensor | None, weight: SourceWeight, grid_shape: tuple[int, int]
-) -> Tensor | None:
-    """[R, G] zero points; producers store zeros for symmetric schemes too, and nothing else."""
-    assert weight.scheme is not None, "only quantized weights are decoded"
-    if zero is None or not weight_of(weight.scheme).symmetric:
-        return None if zero is None else zero.reshape(grid_shape)
-    if bool(zero.to(torch.float32).any()):
-        raise FormatMismatch(
-            f"tensor `{weight.leaves['weight_zero_point']}` is not all zero, but the config says "
-            f"that `{weight.scheme}` is symmetric"
-        )
-    return None
-
-
-def _group_of_columns(groups: Tensor | None, weight: SourceWeight, count: int) -> Tensor | None:
-    if groups is None or bool((groups == -1).all()):
-        return None
-    columns = weight.shape[1]
-    if tuple(groups.shape) != (columns,) or not bool(((groups >= 0) & (groups < count)).all()):
-        raise FormatMismatch(
-            f"tensor `{weight.leaves['weight_g_idx']}` of shape `{tuple(groups.shape)}` has values "
-            f"from {int(groups.min())} to {int(groups.max())}, expected {columns} numbers of "
-            f"{count} groups"
-        )
-    return groups.to(torch.int32)
-
-
-def _transposed(tensor: Tensor) -> Tensor:
-    # NOTE: `contiguous` keeps the odd strides of a column of one element; packing views bytes.
-    return tensor.T.clone(memory_format=torch.contiguous_format)
-
-
-def _unpack(words: Tensor, grid: Grid, columns: int) -> Tensor:
-    dense = words.shape[1] == words_dense(columns, grid.bits)
-    fields = (unpack_dense if dense else unpack_padded)(words, grid.bits, columns)
-    return _signed(fields, grid)
-
-
-def _signed(fields: Tensor, grid: Grid) -> Tensor:
-    """Return u - 2^(b-1) in int8; wraps to the right value, also for 8 bits."""
-    return (fields - (1 << (grid.bits - 1))).view(torch.int8)
-
-
-def _unsigned(codes: Tensor, grid: Grid) -> Tensor:
-    return codes.view(torch.uint8) + (1 << (grid.bits - 1))
-
-
-# -- writing ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """dtype and shape of one tensor to be written."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def layout(scheme: Scheme, shape: tuple[int, int], scale_dtype: torch.dtype) -> dict[str, Leaf]:
-    """Return the tensors that a quantized weight [N, K] becomes, before anything is computed."""
-    weight = weight_of(scheme)
-    rows, columns = shape
-    blocks = scale_shape(weight, shape)
-    bits = weight.grid.bits
-    scale = Leaf(scale_dtype, blocks if weight.granularity != "tensor" else (1,))
-    if written_format(scheme) != PACKED:
-        leaves = {"weight": Leaf(weight.grid.storage, shape), "weight_scale": scale}
-        if not weight.symmetric:
-            leaves["weight_zero_point"] = Leaf(weight.grid.storage, scale.shape)
-        return leaves
-    leaves = {
-        "weight_packed": Leaf(torch.int32, (rows, words_dense(columns, bits))),
-        "weight_scale": scale,
-        "weight_shape": Leaf(torch.int64, (2,)),
-    }
-    if not weight.symmetric:
-        leaves["weight_zero_point"] = Leaf(torch.int32, (words_dense(rows, bits), blocks[1]))
-    return leaves
-
-
-def encode(tensor: QuantTensor, scheme: Scheme) -> dict[str, Tensor]:
-    """Turn a canonical weight into the tensors of `layout`, by leaf."""
-    weight = weight_of(scheme)
-    scale = tensor.scale if weight.granularity != "tensor" else tensor.scale.reshape(1)
-    if written_format(scheme) != PACKED:
-        leaves = {"weight": tensor.codes, "weight_scale": scale}
-        if tensor.zero is not None:
-            leaves["weight_zero_point"] = tensor.zero
-        return leaves
-    leaves = {
-        "weight_packed": pack_dense(_unsigned(tensor.codes, tensor.grid), tensor.grid.bits),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor(tensor.shape, dtype=torch.int64),
-    }
-    if tensor.zero is not None:
-        fields = _transposed(_unsigned(tensor.zero, tensor.grid))
-        leaves["weight_zero_point"] = _transposed(pack_dense(fields, tensor.grid.bits))
-    return leaves
 
 
 __all__ = ["CompressedTensorsReader", "Leaf", "encode", "layout"]

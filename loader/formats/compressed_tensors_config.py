@@ -1,15 +1,19 @@
 """The `quantization_config` of compressed-tensors: parse it, match modules, generate it.
 
-    config_groups   {name: {targets, weights, input_activations, output_activations, format}}
+    config_groups   {name: {targets, weights, input_activations, output_activations, format}},
+                    or {preset: targets}
     ignore          names, `re:` patterns or class names that are left out; beats targets
-    format          of all groups, or "mixed-precision": look at each group
+    format          of all groups that have none, or "mixed-precision": each group has its own
+    version         of compressed-tensors
 
 A target is an exact module name, `re:` and a regular expression (`re.match`), or a class name.
 Exact names beat regular expressions, which beat class names. Of two that match, the first in
-alphabetical order decides; of two groups with one target, the later.
+alphabetical order decides; of two groups with one target, the later. A fused module matches what
+any of its members matches.
 
-Source: compressed-tensors 0.20.1, `quantization/quant_config.py`, `quant_args.py`,
-`utils/match.py`.
+Groups without weights and those of format "dense" leave their modules in full precision.
+
+Source: compressed-tensors 0.20.1, `quantization/quant_config.py`, `utils/match.py`.
 """
 
 from __future__ import annotations
@@ -17,23 +21,34 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from functools import cached_property
+from typing import Any
 
 from quantload.errors import FormatMismatch, UnsupportedVariant
-from quantload.loader.formats.matching import matches_class, matches_exact, matches_regex
-from quantload.quant.grid import E4M3, Grid, int_grid
-from quantload.quant.scheme import (
-    PRESETS,
-    Granularity,
-    InputGranularity,
-    InputScheme,
-    Scheme,
-    WeightScheme,
-    scheme_of,
+from quantload.loader.formats.compressed_tensors_arguments import (
+    DENSE,
+    FLOAT,
+    INT,
+    MXFP4,
+    MXFP6,
+    MXFP8,
+    NAIVE,
+    NVFP4,
+    PACKED,
+    READ_FORMATS,
+    infer_format,
+    input_arguments,
+    parse_input,
+    parse_weight,
+    weight_arguments,
+    written_format,
 )
+from quantload.loader.formats.compressed_tensors_presets import NAMED_SCHEMES, named_scheme
+from quantload.quant.scheme import DENSE as FULL_PRECISION
+from quantload.quant.scheme import Scheme
 
-PACKED, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-READ_FORMATS = (PACKED, INT, FLOAT, NAIVE)
+WRITTEN_VERSION = "0.20.1"  # whose layouts are written
+FusedNames = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,50 @@ class Group:
     scheme: Scheme
     format: str
 
+    @property
+    def is_quantized(self) -> bool:
+        """False if its modules are in full precision."""
+        return self.scheme.weight is not None
+
+
+class Patterns:
+    """Names, classes and `re:` patterns, ready for many modules.
+
+    Args:
+        entries: As the config lists them.
+    """
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        ordered = sorted(set(entries))  # NOTE: the library's order, not that of the config
+        self._names = frozenset(e for e in ordered if not e.startswith("re:"))
+        self._regexes = [(e, re.compile(e[3:])) for e in ordered if e.startswith("re:")]
+
+    def first(
+        self, name: str, class_names: Sequence[str], fused: FusedNames | None = None
+    ) -> str | None:
+        """Return the entry that decides for a module, None if none matches.
+
+        Args:
+            name: Dotted name.
+            class_names: Names of its classes.
+            fused: Members by the last component of a fused module: {"qkv_proj": ["q_proj", ...]}.
+        """
+        members = _members(name, fused)
+        exact = [member for member in members if member in self._names]
+        if exact:
+            return min(exact)
+        for entry, regex in self._regexes:
+            if any(regex.match(member) for member in members):
+                return entry
+        return min((c for c in class_names if c in self._names), default=None)
+
+
+def _members(name: str, fused: FusedNames | None) -> list[str]:
+    for suffix, members in (fused or {}).items():
+        if name.endswith(suffix):
+            return [name.removesuffix(suffix) + member for member in members]
+    return [name]
+
 
 @dataclass(frozen=True)
 class CompressedTensorsConfig:
@@ -60,35 +119,48 @@ class CompressedTensorsConfig:
     Args:
         groups: In the order of the config.
         ignore: Names, patterns and classes that are left out.
+        version: Version of compressed-tensors as numbers; None if the config has none.
     """
 
     groups: tuple[Group, ...]
     ignore: tuple[str, ...]
+    version: tuple[int, ...] | None = None
 
-    def match(self, name: str, class_names: Sequence[str]) -> tuple[Group, str] | None:
-        """Return the group of a module and the target that decided; None if it has none."""
-        if any(_target_matches(entry, name, class_names) for entry in self.ignore):
+    def match(
+        self, name: str, class_names: Sequence[str], fused: FusedNames | None = None
+    ) -> tuple[Group, str] | None:
+        """Return the group of a module and the target that decided; None if it has none.
+
+        Args:
+            name: Dotted name.
+            class_names: Names of its classes.
+            fused: Members by the last component of a fused module.
+        """
+        if self.ignored_by(name, class_names, fused) is not None:
             return None
-        groups = {target: group for group in self.groups for target in group.targets}
-        targets = sorted(groups)  # NOTE: the library's order, not that of the config
-        ranked = [
-            *(target for target in targets if matches_exact(target, name)),
-            *(target for target in targets if matches_regex(target, name)),
-            *(target for target in targets if matches_class(target, class_names)),
-        ]
-        return (groups[ranked[0]], ranked[0]) if ranked else None
+        target = self._target_patterns.first(name, class_names, fused)
+        return None if target is None else (self._by_target[target], target)
 
-    def fallback(self) -> Group | None:
-        """The group of modules that are packed although no target names them: the only one."""
-        return self.groups[0] if len(self.groups) == 1 else None
+    def ignored_by(
+        self, name: str, class_names: Sequence[str], fused: FusedNames | None = None
+    ) -> str | None:
+        """Return the entry of `ignore` that a module matches; None if there is none."""
+        return self._ignore_patterns.first(name, class_names, fused)
+
+    @cached_property
+    def _by_target(self) -> dict[str, Group]:
+        return {target: group for group in self.groups for target in group.targets}
+
+    @cached_property
+    def _target_patterns(self) -> Patterns:
+        return Patterns(self._by_target)
+
+    @cached_property
+    def _ignore_patterns(self) -> Patterns:
+        return Patterns(self.ignore)
 
 
-def _target_matches(target: str, name: str, class_names: Sequence[str]) -> bool:
-    return (
-        matches_exact(target, name)
-        or matches_regex(target, name)
-        or matches_class(target, class_names)
-    )
+# -- parsing ---------------------------------------------------------------------------------------
 
 
 def parse_config(config: Mapping[str, Any]) -> CompressedTensorsConfig:
@@ -105,12 +177,12 @@ def parse_config(config: Mapping[str, Any]) -> CompressedTensorsConfig:
                 hint="convert the model again without transforms or sparsity",
             )
     groups = _object(config.get("config_groups") or {}, "`config_groups`")
-    parsed = tuple(
-        group
-        for name, entry in groups.items()
-        if (group := _parse_group(str(name), entry, str(config.get("format", ""))))
+    default = config.get("format")
+    return CompressedTensorsConfig(
+        groups=tuple(_parse_group(str(name), entry, default) for name, entry in groups.items()),
+        ignore=_patterns(config.get("ignore"), "`ignore`"),
+        version=_version(config.get("version")),
     )
-    return CompressedTensorsConfig(parsed, _patterns(config.get("ignore"), "`ignore`"))
 
 
 def _object(value: Any, what: str) -> Mapping[str, Any]:  # noqa: ANN401 - JSON
@@ -146,132 +218,58 @@ def _is_set(value: Any) -> bool:  # noqa: ANN401 - JSON
     return bool(value)
 
 
-def _parse_group(name: str, entry: Any, global_format: str) -> Group | None:  # noqa: ANN401 - JSON
+def _version(value: Any) -> tuple[int, ...] | None:  # noqa: ANN401 - JSON
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", value) if isinstance(value, str) else None
+    return tuple(int(number or 0) for number in match.groups()) if match else None
+
+
+def _parse_group(name: str, entry: Any, default: Any) -> Group:  # noqa: ANN401 - JSON
     if isinstance(entry, list):  # {"W4A16": ["Linear"]}
-        preset = PRESETS.get(name.upper())
-        if preset is None or preset.weight is None:
+        scheme = NAMED_SCHEMES.get(name.upper())
+        if scheme is None:
             raise UnsupportedVariant(f"preset `{name}` of the quantization config is not read")
-        targets = _patterns(entry, f"preset `{name}`")
-        return Group(name, targets, preset, _read_format(global_format, name))
+        weights = None if scheme.weight is None else weight_arguments(scheme.weight)
+        inputs = input_arguments(scheme.input)
+        entry = {"targets": entry, "weights": weights, "input_activations": inputs}
     entry = _object(entry, f"group `{name}`")
-    if entry.get("weights") is None:  # a group for the key/value cache only
-        return None
-    layout = _read_format(str(entry.get("format") or global_format), name)
+    targets = _patterns(entry.get("targets"), f"`targets` in group `{name}`")
+    if entry.get("weights") is None:  # inputs, outputs or the key/value cache only
+        return Group(name, targets, FULL_PRECISION, DENSE)
+    weights = _object(entry["weights"], f"`weights` in group `{name}`")
     inputs = entry.get("input_activations")
-    scheme = scheme_of(
-        _weight_scheme(_object(entry["weights"], f"`weights` in group `{name}`"), name),
-        None
-        if inputs is None
-        else _input_scheme(_object(inputs, f"`input_activations` in group `{name}`"), name),
-        name=name,
-    )
+    layout = _read_format(entry.get("format") or default, weights, inputs is not None, name)
+    if layout == DENSE:
+        return Group(name, targets, FULL_PRECISION, DENSE)
     return Group(
         name=name,
-        targets=_patterns(entry.get("targets"), f"`targets` in group `{name}`"),
-        scheme=scheme,
+        targets=targets,
+        scheme=named_scheme(
+            parse_weight(weights, layout, name),
+            None
+            if inputs is None
+            else parse_input(_object(inputs, f"`input_activations` in group `{name}`"), name),
+        ),
         format=layout,
     )
 
 
-def _read_format(layout: str, where: str) -> str:
+def _read_format(
+    layout: Any,  # noqa: ANN401 - JSON
+    weights: Mapping[str, Any],
+    has_inputs: bool,
+    where: str,
+) -> str:
+    if layout is None or layout == "mixed-precision":
+        return infer_format(weights, has_inputs=has_inputs)
     if layout not in READ_FORMATS:
         raise UnsupportedVariant(
             f"compressed-tensors format `{layout}` is not read, in config group `{where}`; "
             f"expected one of {', '.join(READ_FORMATS)}"
         )
-    return layout
-
-
-def _grid(arguments: Mapping[str, Any], where: str) -> Grid:
-    bits, kind = arguments.get("num_bits", 8), arguments.get("type", "int")
-    if isinstance(bits, int):
-        if kind == "float" and bits == 8:
-            return E4M3
-        if kind == "int" and 2 <= bits <= 8:
-            return int_grid(bits)
-    raise UnsupportedVariant(f"{bits}-bit `{kind}` values are not read, in config group `{where}`")
-
-
-def _flag(arguments: Mapping[str, Any], key: str, where: str, *, default: bool) -> bool:
-    value = arguments.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise FormatMismatch(
-            f"`{key}` is `{value!r}`, expected true or false, in config group `{where}`"
-        )
-    return value
-
-
-def _weight_scheme(arguments: Mapping[str, Any], where: str) -> WeightScheme:
-    strategy: Granularity | None = arguments.get("strategy")
-    if strategy is None:
-        strategy = _inferred_strategy(arguments.get("group_size"))
-    if strategy not in get_args(Granularity):
-        raise UnsupportedVariant(f"weight strategy `{strategy}` is not read, in group `{where}`")
-    return WeightScheme(
-        grid=_grid(arguments, where),
-        granularity=strategy,
-        symmetric=_flag(arguments, "symmetric", where, default=True),
-        group_size=_group_size(arguments, where) if strategy == "group" else None,
-        block=_block(arguments.get("block_structure"), where) if strategy == "block" else None,
-    )
-
-
-def _inferred_strategy(group_size: Any) -> Granularity:  # noqa: ANN401 - JSON
-    """As the library does where `strategy` is left out."""
-    if group_size is None:
-        return "tensor"
-    return "channel" if group_size == -1 else "group"
-
-
-def _input_scheme(arguments: Mapping[str, Any], where: str) -> InputScheme:
-    strategy: InputGranularity = arguments.get("strategy") or "tensor"
-    if strategy not in get_args(InputGranularity):
-        raise UnsupportedVariant(f"input strategy `{strategy}` is not read, in group `{where}`")
-    return InputScheme(
-        grid=_grid(arguments, where),
-        granularity=strategy,
-        group_size=_group_size(arguments, where) if strategy == "group" else None,
-        dynamic=arguments.get("dynamic") == "local"
-        or _flag(arguments, "dynamic", where, default=False),
-        symmetric=_flag(arguments, "symmetric", where, default=True),
-    )
-
-
-def _group_size(arguments: Mapping[str, Any], where: str) -> int:
-    size = arguments.get("group_size")
-    if not isinstance(size, int) or size < 1:
-        raise FormatMismatch(
-            f"`group_size` is `{size}`, expected a positive number, in config group `{where}`"
-        )
-    return size
-
-
-def _block(value: Any, where: str) -> tuple[int, int]:  # noqa: ANN401 - JSON
-    """Read [128, 128] or "128x128"."""
-    match = re.fullmatch(r"(\d+)x(\d+)", value) if isinstance(value, str) else None
-    sizes = [int(match[1]), int(match[2])] if match else value
-    if (
-        not isinstance(sizes, list)
-        or len(sizes) != 2
-        or not all(isinstance(size, int) and size > 0 for size in sizes)
-    ):
-        raise FormatMismatch(
-            f"`block_structure` is `{value}`, expected [rows, columns], in config group `{where}`"
-        )
-    return sizes[0], sizes[1]
+    return str(layout)
 
 
 # -- generating ------------------------------------------------------------------------------------
-
-
-def written_format(scheme: Scheme) -> str:
-    """Return the layout in which a scheme is written."""
-    assert scheme.weight is not None, "full precision has no layout"
-    if scheme.weight.grid == E4M3:
-        return FLOAT
-    return PACKED if scheme.input is None else INT
 
 
 def build_config(
@@ -293,22 +291,24 @@ def build_config(
     Returns:
         One group with `targets: ["Linear"]` where all schemes are equal, else exact names.
     """
-    distinct = sorted(set(schemes.values()), key=str)
+    distinct = sorted(set(schemes.values()), key=repr)
     formats = sorted({written_format(scheme) for scheme in distinct})
     groups = {}
     for number, scheme in enumerate(distinct):
+        assert scheme.weight is not None, "modules in full precision are in no group"
         names = [module for module, other in schemes.items() if other == scheme]
         if len(distinct) == 1:
             names = ["Linear", *(module for module in names if module in named)]
         groups[f"group_{number}"] = {
             "targets": names,
-            "weights": _weight_arguments(scheme),
-            "input_activations": _input_arguments(scheme.input),
+            "weights": weight_arguments(scheme.weight),
+            "input_activations": input_arguments(scheme.input),
             "output_activations": None,
             "format": written_format(scheme),
         }
     return {
         "quant_method": "compressed-tensors",
+        "version": WRITTEN_VERSION,
         "quantization_status": "compressed",
         "format": _format_of_all(formats),
         "config_groups": groups,
@@ -320,44 +320,8 @@ def build_config(
 
 def _format_of_all(formats: Sequence[str]) -> str:
     if not formats:
-        return "dense"  # a scheme for the cache only
+        return DENSE  # a scheme for the cache only
     return formats[0] if len(formats) == 1 else "mixed-precision"
-
-
-def _number_arguments(grid: Grid) -> dict[str, Any]:
-    return {"num_bits": grid.bits, "type": "int" if grid.is_integer else "float"}
-
-
-def _weight_arguments(scheme: Scheme) -> dict[str, Any]:
-    weight = scheme.weight
-    assert weight is not None, "full precision has no arguments"
-    return {
-        **_number_arguments(weight.grid),
-        "symmetric": weight.symmetric,
-        "strategy": weight.granularity,
-        "group_size": weight.group_size,
-        "block_structure": list(weight.block) if weight.block else None,
-        "dynamic": False,
-        "actorder": None,
-        "observer": "minmax",
-        "observer_kwargs": {},
-    }
-
-
-def _input_arguments(scheme: InputScheme | None) -> dict[str, Any] | None:
-    if scheme is None:
-        return None
-    return {
-        **_number_arguments(scheme.grid),
-        "symmetric": scheme.symmetric,
-        "strategy": scheme.granularity,
-        "group_size": scheme.group_size,
-        "block_structure": None,
-        "dynamic": scheme.dynamic,
-        "actorder": None,
-        "observer": None,
-        "observer_kwargs": {},
-    }
 
 
 def validate_config(config: Mapping[str, Any]) -> None:
@@ -375,3 +339,23 @@ def validate_config(config: Mapping[str, Any]) -> None:
         QuantizationConfig.model_validate(config)
     except (pydantic.ValidationError, ValueError, NotImplementedError) as error:
         raise FormatMismatch(f"compressed-tensors refuses the generated config: {error}") from error
+
+
+__all__ = [
+    "DENSE",
+    "FLOAT",
+    "INT",
+    "MXFP4",
+    "MXFP6",
+    "MXFP8",
+    "NAIVE",
+    "NVFP4",
+    "PACKED",
+    "CompressedTensorsConfig",
+    "Group",
+    "Patterns",
+    "build_config",
+    "parse_config",
+    "validate_config",
+    "written_format",
+]

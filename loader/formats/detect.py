@@ -46,6 +46,8 @@ def _implied_method(config: Mapping[str, Any], file_name: str) -> str | None:
     producer = config.get("producer")
     if isinstance(producer, Mapping) and producer.get("name") == "modelopt":
         return "modelopt"
+    if file_name == "hf_quant_config.json" and "quantization" in config:
+        return "modelopt"
     if config.get("load_in_4bit") or config.get("load_in_8bit"):
         return "bitsandbytes"
     if "config_groups" in config:

@@ -7,12 +7,13 @@ Decoded to canonical form (blocks of 32 elements; d and m are float16, little en
     Q5_0   22 bytes   d, 4 bytes of fifth bits, 16 bytes   (q - 16) * d
     Q5_1   24 bytes   d, m, 4 bytes of fifth bits, 16      q * d + m
     Q8_0   34 bytes   d, 32 int8 codes                     q * d
+    MXFP4  17 bytes   e8m0 scale, 16 bytes of e2m1 codes   value(q) * 2^(e - 127)
 
 Byte i of the 16 holds the low four bits of element i in its low half, and of element i + 16 in its
 high half. Bit i of the fifth bits, a little-endian number, belongs to element i.
 d and m are cast to float32. The product is exact in float32, only the sum with m rounds.
 
-Every other type that `gguf.quants` decodes (k-quants, IQ, TQ, MXFP4, NVFP4) becomes a float32
+Every other type that `gguf.quants` decodes (k-quants, IQ, TQ, NVFP4) becomes a float32
 tensor by its code, a slice of rows at a time. F32, F16, BF16 and F64 are read as they are.
 
 The `Scheme` of a weight has the name of its type. For types of several levels it describes the finest
@@ -34,6 +35,8 @@ from torch import Tensor
 from quantload.errors import UnsupportedVariant
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.formats.dense import dense_weight
+from quantload.loader.gguf_restore import GgufEntry
+from quantload.loader.safetensors_header import NAMES
 from quantload.loader.source import Reader, SourceWeight
 from quantload.quant.grid import E2M1, Grid, int_grid, uint_grid
 from quantload.quant.qtensor import Evaluation, QuantTensor
@@ -97,53 +100,98 @@ class GgufReader(Reader):
     widens_floats = True  # norms are F32 in every GGUF file
 
     def weights(self) -> Mapping[str, SourceWeight]:
-        """Describe every weight of two dimensions, by module.
+        """Describe every weight of one layer, or of the experts of one layer, by module.
 
         Raises:
             UnsupportedVariant: The blocks of a weight are of a type that is not decoded.
         """
-        found = (
-            _block_weight(entry) if entry.block_type else dense_weight(entry)
-            for entry in self.checkpoint.tensors.values()
-        )
+        found = (_weight(entry) for entry in self.checkpoint.tensors.values())
         return {weight.module: weight for weight in found if weight is not None}
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
-        """Read a weight [N, K], rows in the order of transformers: canonical or float."""
+        """Read a weight [N, K] or [E * N, K], rows in the order of transformers.
+
+        Returns:
+            Canonical, or float where its type has no canonical form.
+        """
         name = weight.leaves["weight"]
         entry = self.checkpoint.tensors[name]
-        stored = self.checkpoint.read(name)
-        if not entry.block_type:
-            return stored
-        block_type = _BLOCK_TYPES[entry.block_type]
-        if block_type.is_canonical:
-            return _decode_blocks(stored, block_type)
-        return _dequantize_rows(stored, entry.block_type, weight.shape)
+        decoded = decode_rows(self.checkpoint.read(name), entry.block_type)
+        late_steps = entry.late_steps if isinstance(entry, GgufEntry) else ()
+        for step in late_steps:
+            values = decoded.dequantize() if isinstance(decoded, QuantTensor) else decoded
+            decoded = step(values)
+        return decoded
 
 
-def _block_weight(entry: TensorEntry) -> SourceWeight:
-    scheme = _scheme(entry)
-    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[entry.block_type]]
+def _weight(entry: TensorEntry) -> SourceWeight | None:
+    experts, is_transposed = 0, False
+    if isinstance(entry, GgufEntry):
+        experts, is_transposed = entry.experts, entry.is_transposed
+    plain = experts == 0 and not is_transposed
+    if not entry.block_type and plain:
+        return dense_weight(entry)
+    rows, columns = entry.shape
+    if entry.block_type:
+        size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[entry.block_type]]
+        columns = columns // num_bytes * size
     return SourceWeight(
         module=entry.name.removesuffix(".weight"),
-        shape=(entry.shape[0], entry.shape[1] // num_bytes * size),
-        scheme=scheme,
-        encoding=entry.block_type,
-        dtype=torch.float32,
+        shape=(rows // max(1, experts), columns),
+        scheme=_scheme(entry) if entry.block_type else None,
+        encoding=entry.block_type or NAMES[entry.dtype],
+        dtype=torch.float32 if entry.block_type else entry.dtype,
         leaves={"weight": entry.name},
+        parameter="" if entry.name.endswith(".weight") else entry.name,
+        experts=experts,
+        is_transposed=is_transposed,
+    )
+
+
+def decode_rows(stored: Tensor, type_name: str) -> QuantTensor | Tensor:
+    """Decode rows of blocks [N, bytes per row] of a GGUF type; "" are floats, as they are."""
+    if not type_name:
+        return stored
+    block_type = _BLOCK_TYPES[type_name]
+    if block_type.is_canonical:
+        return _decode_blocks(stored, block_type)
+    if type_name == "MXFP4":
+        return _decode_mxfp4(stored)
+    return _dequantize_rows(stored, type_name)
+
+
+def _decode_mxfp4(stored: Tensor) -> QuantTensor | Tensor:
+    """Decode rows of blocks [N, 17 * K / 32]; a float tensor if a scale is no number of e8m0."""
+    blocks = stored.reshape(stored.shape[0], -1, 17)
+    exponents, packed = blocks[..., 0], blocks[..., 1:]
+    if bool((exponents == 255).any()):  # NaN in e8m0, but 2^128 in GGUF
+        return _dequantize_rows(stored, "MXFP4")
+    codes = torch.cat((packed & 0x0F, packed >> 4), dim=-1).flatten(-2)
+    codes[codes == 8] = 0  # GGUF has no negative zero
+    return QuantTensor(
+        grid=E2M1,
+        codes=codes,
+        scale=exponents.contiguous().view(torch.float8_e8m0fnu),
+        block=(1, _SIZE),
+        evaluation=Evaluation(torch.float32),
     )
 
 
 def _scheme(entry: TensorEntry) -> Scheme:
-    block_type = _BLOCK_TYPES.get(entry.block_type)
-    if block_type is None:
+    if entry.block_type not in _BLOCK_TYPES:
         raise UnsupportedVariant(
             f"tensor `{entry.name}` has GGUF type `{entry.block_type}`, which is not decoded, "
             f"in `{entry.file}`",
             hint="quantize the model again to a common type such as `Q8_0`",
         )
+    return block_scheme(entry.block_type)
+
+
+def block_scheme(type_name: str) -> Scheme:
+    """Return the scheme of a GGUF type that is decoded, such as "Q4_K"."""
+    block_type = _BLOCK_TYPES[type_name]
     return Scheme(
-        name=entry.block_type,
+        name=type_name,
         weight=WeightScheme(
             grid=block_type.grid,
             granularity="group",
@@ -189,9 +237,11 @@ def _decode_blocks(stored: Tensor, block_type: _BlockType) -> QuantTensor:
     )
 
 
-def _dequantize_rows(stored: Tensor, type_name: str, shape: tuple[int, int]) -> Tensor:
+def _dequantize_rows(stored: Tensor, type_name: str) -> Tensor:
     """Return [N, K] float32 of rows of blocks [N, bytes per row], by the code of `gguf.quants`."""
     kind = gguf.GGMLQuantizationType[type_name]
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    shape = (stored.shape[0], stored.shape[1] // num_bytes * size)
     weight = torch.empty(shape, dtype=torch.float32)
     values, raw = weight.numpy(), stored.numpy()
     step = max(1, _ELEMENTS_AT_ONCE // shape[1])

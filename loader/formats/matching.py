@@ -22,6 +22,10 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
+# Before the names of the base language model, longest first; and how those names start.
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+_STACKS = ("layers.", "h.", "blocks.", "decoder.")
+
 
 def matches_exact(pattern: str, name: str) -> bool:
     """The pattern is the module's whole dotted name."""
@@ -82,3 +86,17 @@ def matches_transformers(pattern: str, name: str) -> bool:
     """
     boundary = r"(?:(?<=\.)|(?=\.|$))"
     return name.endswith(pattern) or re.match(rf"(?:{pattern}){boundary}", name) is not None
+
+
+def names_of(module: str) -> tuple[str, ...]:
+    """Return the names that a config may use for a module: its own first, then its aliases.
+
+    Tools differ in whether names start with `model.`, and in where `language_model.` stands:
+    `model.language_model.layers.0`, `language_model.model.layers.0`, `model.layers.0`, `layers.0`.
+    What is not in its blocks, such as `lm_head` or a vision tower, has no alias.
+    """
+    prefix = next((p for p in _PREFIXES if module.startswith(p)), "")
+    inner = module[len(prefix) :]
+    if not inner.startswith(_STACKS):
+        return (module,)
+    return tuple(dict.fromkeys((module, *(p + inner for p in _PREFIXES), inner)))

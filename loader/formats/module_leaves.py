@@ -10,6 +10,7 @@ import torch
 from quantload.errors import FormatMismatch, MissingTensor, UnsupportedVariant, listed
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
 from quantload.loader.formats.dense import quantized_names
+from quantload.loader.source import SourceWeight
 
 
 @dataclass(frozen=True)
@@ -130,4 +131,30 @@ def refuse_leftovers(checkpoint: Checkpoint, consumed: Iterable[str]) -> None:
         raise UnsupportedVariant(
             f"quantized tensors that are not the weight of one module are not read: "
             f"{listed(left)}, in `{checkpoint.name}`"
+        )
+
+
+def refuse_unknown_parts(checkpoint: Checkpoint, weights: Mapping[str, SourceWeight]) -> None:
+    """Refuse other tensors of quantized modules than a bias: each may be a part of the weight.
+
+    Args:
+        checkpoint: An open checkpoint.
+        weights: What was read of it, by module.
+
+    Raises:
+        UnsupportedVariant: There are some.
+    """
+    quantized = {module: weight for module, weight in weights.items() if weight.is_quantized}
+    taken = {name for weight in quantized.values() for name in weight.leaves.values()}
+    unknown = [
+        name
+        for name in checkpoint.tensors
+        if name.rpartition(".")[0] in quantized
+        and name not in taken
+        and not name.endswith(".bias")
+    ]
+    if unknown:
+        raise UnsupportedVariant(
+            f"quantized modules have tensors that are not read: {listed(unknown)}, in "
+            f"`{checkpoint.name}`"
         )

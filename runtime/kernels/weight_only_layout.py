@@ -183,7 +183,7 @@ class _ScaleParts:
 
 
 def _scale_parts(weight: QuantTensor) -> _ScaleParts:
-    scale, zero, block_rows = _loadable(weight.scale), weight.zero, weight.block[0]
+    scale, zero, block_rows = _loadable(weight.multiplier), weight.zero, weight.block[0]
     offset = None if weight.offset is None else _loadable(weight.offset)
     if zero is not None and not _is_subtracted(weight.grid, zero.dtype):
         offset = -(zero.double() * scale.double()).float()

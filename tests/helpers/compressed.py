@@ -54,6 +54,49 @@ def fake_quantized(x, args):
     return library().fake_quantize(x, scale, zero, args)
 
 
+@cache
+def compressors():
+    """The compressors of compressed-tensors by format."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.config import CompressionFormat
+    names = (f.value for f in CompressionFormat if f.value != "mixed-precision")
+    found = {}
+    for name in names:
+        try:
+            found[name] = BaseCompressor.get_value_from_registry(name)
+        except KeyError:
+            continue
+    return found
+
+
+def library_scheme(scheme):
+    """The library's own scheme of what `build_config` writes for a scheme of ours."""
+    from quantload.loader.formats.compressed_tensors_config import build_config
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from compressed_tensors.quantization import QuantizationConfig
+
+        config = build_config({"m": scheme}, [])
+        for group in config["config_groups"].values():
+            group["weights"]["actorder"] = None  # the library reads "group" no longer
+        (read,) = QuantizationConfig.model_validate(config).config_groups.values()
+    return read
+
+
+def decompressed(leaves, scheme):
+    """The weight that compressed-tensors makes of tensors by leaf.
+
+    Args:
+        leaves: Tensors of a module.
+        scheme: Ours.
+    """
+    theirs = library_scheme(scheme)
+    return compressors()[theirs.format].decompress(dict(leaves), theirs)["weight"]
+
+
 def _range(weight, args):
     """Smallest and largest value of each group, row or block, as the memoryless observer does."""
     if args.strategy == "block":

@@ -89,8 +89,12 @@ def read_named(source: Source, parameter: str) -> Tensor:
         return source.read_plain(parameter)
     module = next(m for m, w in source.weights.items() if w.parameter_name == parameter)
     weight = source.read_weight(module)
+    if "svdquant_lora_a" in source.weights[module].leaves:  # expected is W of W + B A
+        weight = source.reader.quantized_part(source.weights[module])
     if isinstance(weight, QuantTensor):
         weight = replace(weight, inner=None).dequantize()
+    if not source.weights[module].experts:  # expected is [N, K], also where the parameter is not
+        return weight
     return as_parameter(weight, source.weights[module])
 
 

@@ -25,13 +25,6 @@ def test_llama() -> None:
     assert facts.aliases == {}
 
 
-def test_quantized_leaves_are_recognised() -> None:
-    names = [n.replace("proj.weight", "proj.weight_packed") for n in names_of("llama")]
-    facts = probe_facts(tiny_config("llama"), NOWHERE, names)
-    assert facts.kinds["model.layers.0.self_attn.q_proj"] == "linear"
-    assert len(facts.groups) == 4
-
-
 def test_names_without_base_prefix_are_aliased() -> None:
     names = [name.removeprefix("model.") for name in names_of("llama")]
     facts = probe_facts(tiny_config("llama"), NOWHERE, names)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from quantload.accuracy.verify import verify_sources
 from quantload.errors import QuantloadError
+from quantload.loader.formats.compressed_tensors_encode import encode
 from quantload.progress import Silent
 
 CASES = Path(__file__).parents[3] / "shared" / "cases"
@@ -21,15 +22,13 @@ pytestmark = pytest.mark.skipif(not CASES.exists(), reason="no shared cases besi
 # What must be refused because the format is not read yet, by the word that the message names.
 NOT_READ = {
     "BR015-nvfp4-gate-up-divisors": "nvfp4-pack-quantized",
-    "BR026-gptq-v1-v2-zeros": "gptq",
-    "BR028-awq-nibble-order": "awq",
-    "BR032-gptq-3bit": "gptq",
     "BR036-partial-trailing-block": "fp8",
     "BR039-mxfp4-scale-bias": "mxfp4-pack-quantized",
     "BR067-lm-head-excluded-but-quantized": "modelopt",
 }
 REFUSED = ["BR054-fused-packed-experts", "BR096-truncated-shard", "BR097-header-lies"]
 READ = ["BR001-linear-suffix-ignore", "BR014-qkv-per-tensor-scales", "BR029-ct-packed-zero-points"]
+READ += ["BR028-awq-nibble-order", "BR032-gptq-3bit"]
 # Schemes of this project for the targets of the cases.
 SCHEMES = {"int4-g32": "W4A16:g32", "int8-channel": "W8A8", "fp8-channel": "FP8_DYNAMIC"}
 
@@ -44,7 +43,7 @@ def _inputs(case):
 
 def test_every_case_is_listed():
     others = ["BR051-all-zero-groups", "BR069-kv-scale-names", "BR077-sidecar-files"]
-    others += ["BR083-mtp-tensors", "BR100-pickle-checkpoint"]
+    others += ["BR083-mtp-tensors", "BR100-pickle-checkpoint", "BR026-gptq-v1-v2-zeros"]
     found = {path.name for path in CASES.glob("BR*/")}
     assert found == {*NOT_READ, *REFUSED, *READ, *others}
 
@@ -54,8 +53,9 @@ def test_weights(case):
     source = opened(CASES / case / "input")
     expected = load_file(CASES / case / "expected.safetensors")
     for name, values in expected.items():
-        weight = source.read_dense(name.removesuffix(".weight"))
-        assert torch.equal(weight.float(), values), name
+        if name.endswith(".weight"):
+            weight = source.read_dense(name.removesuffix(".weight"))
+            assert torch.equal(weight.float(), values), name
     stored = load_file(CASES / case / "input" / "model.safetensors")
     for name in source.plain:
         assert torch.equal(source.read_plain(name), stored[name])
@@ -65,7 +65,34 @@ def test_weights(case):
 def test_weights_converted_to_full_precision(case, tmp_path):
     output = opened(converted(CASES / case / "input", tmp_path / "out", "dense"))
     for name, values in load_file(CASES / case / "expected.safetensors").items():
-        assert torch.equal(output.read_dense(name.removesuffix(".weight")).float(), values)
+        if name.endswith(".weight"):
+            assert torch.equal(output.read_dense(name.removesuffix(".weight")).float(), values)
+
+
+def test_br026_conventions_of_zero_points():
+    case = CASES / "BR026-gptq-v1-v2-zeros"
+    expected = load_file(case / "expected.safetensors")
+    for folder in _inputs(case.name):
+        prefix = _expected(case.name)["expected_prefix"].get(f"input/{folder.name}", "")
+        source = opened(folder)
+        found = {f"{prefix}{m}.weight": m for m, w in source.weights.items() if w.is_quantized}
+        assert found.keys() == {n for n in expected if n.startswith("c/") == bool(prefix)}
+        for name, module in found.items():
+            assert torch.equal(source.read_dense(module).float(), expected[name]), name
+        assert len(source.warnings) == bool(prefix)
+
+
+def test_br028_words_keep_their_bits():
+    case = CASES / "BR028-awq-nibble-order"
+    source = opened(case / "input")
+    expected = load_file(case / "expected.safetensors")
+    words = {n.split("/", 1)[1]: t for n, t in expected.items() if n.startswith("converted_to")}
+    assert len(words) == 28
+    for module, weight in source.weights.items():
+        if weight.is_quantized:
+            for leaf, tensor in encode(source.read_weight(module), weight.scheme).items():
+                assert torch.equal(tensor, words.pop(f"{module}.{leaf}")), f"{module}.{leaf}"
+    assert not words
 
 
 def test_br001_which_modules_are_quantized():

@@ -232,7 +232,12 @@ def test_factors_of_another_type_are_refused(tmp_path):
             UnsupportedVariant,
             "`llama.attention.head_count_kv` differs from layer to layer",
         ),
-        ({"expert_count": 8}, UnsupportedVariant, "a mixture of experts is not read"),
+        ({"attention.head_count_kv": 3}, HeaderError, "`4` heads of queries and `3` of keys"),
+        (
+            {"attention.layer_norm_epsilon": 1e-6},
+            FormatMismatch,
+            "`llama.attention.layer_norm_rms_epsilon` and .* differ",
+        ),
         ({"attention.causal": False}, UnsupportedVariant, "attention in both directions"),
         ({"rope.dimension_count": 8}, UnsupportedVariant, "rotation of a part of `16`"),
         ({"attention.value_length": 8}, UnsupportedVariant, "a value size that is not `16`"),
@@ -270,10 +275,28 @@ def test_refusals(tmp_path, metadata, error, words):
     assert "model.gguf" in str(caught.value)
 
 
-def test_other_architectures_are_refused(tmp_path):
-    words = "architecture `gemma3` is not read, expected one of `llama`, `qwen2`, `qwen3`"
-    with pytest.raises(UnsupportedVariant, match=words):
-        config_of(tmp_path, architecture="gemma3")
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
+        (
+            "command-r",
+            "`command-r` is not read, expected one of `bloom`, `falcon`, `gemma`",
+        ),
+        ("deci", "`deci` is not read: transformers has no model class for it, expected"),
+        ("gemma4", "`gemma4` is not read: the file does not say how"),
+        ("llama with experts", "architecture `llama with experts` is not read"),
+    ],
+)
+def test_other_architectures_are_refused(tmp_path, architecture, words):
+    with pytest.raises(UnsupportedVariant, match=words) as caught:
+        config_of(tmp_path, architecture=architecture)
+    assert "`t5encoder`" in str(caught.value)
+    assert "t5 with" not in str(caught.value)
+
+
+def test_experts_are_refused_where_the_architecture_has_none(tmp_path):
+    with pytest.raises(UnsupportedVariant, match=r"`qwen2\.expert_count` is `8`: a mixture of"):
+        config_of(tmp_path, architecture="qwen2", metadata={"expert_count": 8})
 
 
 def test_file_without_embedding_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Hub ids: a cache laid out like the hub's, in real offline mode, and every error of the hub."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import huggingface_hub
 import pytest
 import tiny_checkpoints as tiny
+import torch
 from click.testing import CliRunner
 from huggingface_hub import constants
 from huggingface_hub import errors as hub_errors
@@ -148,6 +150,32 @@ def test_what_is_asked_of_the_hub(tmp_path, monkeypatch):
         "modeling_x.py",
         "tokenizer.model",
     ]
+
+
+def test_a_repository_with_pickled_weights_only(tmp_path, monkeypatch):
+    made = tiny.tensors(tiny.config(layers=1))
+    asked = []
+
+    def snapshot_download(_repo, **options):
+        asked.append(options)
+        files = ["config.json", "pytorch_model.bin", "training_args.bin", "consolidated.00.pth"]
+        wanted = huggingface_hub.utils.filter_repo_objects(
+            files,
+            allow_patterns=options["allow_patterns"],
+            ignore_patterns=options["ignore_patterns"],
+        )
+        for name in wanted:
+            content = tiny.config(layers=1)
+            if name.endswith(".bin"):
+                torch.save(made, tmp_path / name)
+            else:
+                (tmp_path / name).write_text(json.dumps(content))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert set(open_checkpoint("tiny/llama").tensors) == set(made)
+    assert len(asked) == 2, "pickles are fetched only where there is nothing else"
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "pytorch_model.bin"]
 
 
 def _response(status):

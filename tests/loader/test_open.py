@@ -149,11 +149,12 @@ def test_config_that_is_not_utf8(tmp_path, made):
         open_checkpoint(folder)
 
 
-def test_pickles_are_never_opened(tmp_path):
+def test_code_in_pickles_is_never_run(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch hacked'\ntR.")
     with pytest.raises(
-        UnknownFormat, match=r"pickled files.*`pytorch_model.bin`.*\n\nhint: .*safetensors"
+        UnknownFormat,
+        match=r"pickled file .* code.*`os.system`.*pytorch_model.bin`\n\nhint: .*safetensors",
     ):
         open_checkpoint(tmp_path)
     assert not Path("hacked").exists()

@@ -105,6 +105,17 @@ def test_the_dtype_of_evaluation_shows_in_the_values():
     assert narrow.dequantize().dtype == torch.bfloat16
 
 
+def test_a_result_is_rounded_once_and_the_same_in_every_model():
+    tensor = plain(1, 1, block=(1, 1), codes=torch.full((1, 1), 9, dtype=torch.int8))
+    tensor = replace(tensor, scale=torch.tensor([[0.1]]))
+    rounded = replace(tensor, evaluation=Evaluation(torch.float32, result=torch.bfloat16))
+    assert rounded.dequantize().dtype == torch.bfloat16
+    for model in (rounded, rounded.evaluated_in(torch.float32)):
+        assert model.dequantize(torch.float32).item() == 0.8984375
+    unrounded = replace(tensor, evaluation=Evaluation(torch.bfloat16))
+    assert unrounded.evaluated_in(torch.float32).dequantize().item() == pytest.approx(0.9, rel=1e-7)
+
+
 # -- rearrangements ----------------------------------------------------------------------------
 
 

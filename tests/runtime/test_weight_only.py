@@ -279,6 +279,11 @@ def test_reasons(kernel_device):
     )
     empty = replace(weight, codes=weight.codes[:0], scale=weight.scale[:0])
     assert why_not(empty, device=cpu, dtype=F16) == "the weight is empty: 0 x 64"
+    rounded = replace(weight, evaluation=Evaluation(F32, result=BF16))
+    assert why_not(rounded, device=cpu, dtype=F32) == (
+        "values are rounded to torch.bfloat16, which shows in torch.float32"
+    )
+    assert "which shows" not in str(why_not(rounded, device=torch.device("meta"), dtype=BF16))
     assert _why_not_on_card(E4M3, (8, 0)) == (
         "grid e4m3 needs compute capability 8.9, the device has 8.0"
     )

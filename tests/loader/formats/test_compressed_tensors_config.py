@@ -138,16 +138,18 @@ def test_strategies_are_inferred_as_by_the_library(weights, granularity, group_s
 
 
 @pytest.mark.parametrize("name", ["W4A16", "W8A8", "FP8_DYNAMIC", "w4a16_asym"])
-def test_groups_named_by_a_preset(name):
-    config = {"config_groups": {name: ["Linear"]}, "format": "pack-quantized"}
-    (group,) = parse_config(config).groups
+@pytest.mark.parametrize("layout", [None, "mixed-precision"])
+def test_groups_named_by_a_preset(name, layout):
+    (group,) = parse_config({"config_groups": {name: ["Linear"]}, "format": layout}).groups
     assert group.scheme == PRESETS[name.upper()]
+    assert group.format == written_format(group.scheme)
 
 
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        (_group(num_bits=4, type="float"), UnsupportedVariant, "4-bit `float` values are not read"),
+        (_group(num_bits=4, type="float"), FormatMismatch, "holds integers, but the group says"),
+        (_group(num_bits=5, type="float"), UnsupportedVariant, "5-bit `float` values are not read"),
         (_group(num_bits=16), UnsupportedVariant, "16-bit `int` values are not read"),
         (_group(num_bits="4"), UnsupportedVariant, "4-bit `int` values are not read"),
         (_group(strategy="token"), UnsupportedVariant, "weight strategy `token` is not read"),
@@ -184,13 +186,6 @@ def test_foreign_configs(config, error, message):
     with pytest.raises(error) as caught:
         parse_config(config)
     assert message in str(caught.value)
-
-
-def test_a_single_group_is_the_fallback():
-    two = build_config({"a": parse_scheme("W4A16"), "b": parse_scheme("W8A16")}, [])
-    assert parse_config(two).fallback() is None
-    one = parse_config(build_config({"a": parse_scheme("W4A16")}, []))
-    assert one.fallback() == one.groups[0]
 
 
 def test_the_dtype_of_codes_is_that_of_the_library():

@@ -21,12 +21,8 @@ from quantload.loader.gguf_file import open_gguf
 from quantload.quant.qtensor import QuantTensor
 
 SHARED = Path(__file__).parents[3] / "../shared/checkpoints/gguf-0.19.0"
-LLAMA_FOLDERS = (
-    sorted(f.name for f in SHARED.iterdir() if not f.name.startswith(("tiny-gemma", "tiny-qwen3")))
-    if SHARED.is_dir()
-    else []
-)
-CANONICAL = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+FOLDERS = sorted(folder.name for folder in SHARED.iterdir()) if SHARED.is_dir() else []
+CANONICAL = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
 DECODED = sorted(
     kind.name for kind in gguf.quants._type_traits if kind.name not in (*CANONICAL, "BF16")
 )
@@ -58,8 +54,8 @@ def block_file(tmp_path, type_name, *, rows=ROWS, heads=0, seed=0):
 # -- the producer's truth ------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not LLAMA_FOLDERS, reason="no folder shared/checkpoints")
-@pytest.mark.parametrize("folder", LLAMA_FOLDERS or ["none"])
+@pytest.mark.skipif(not FOLDERS, reason="no folder shared/checkpoints")
+@pytest.mark.parametrize("folder", FOLDERS or ["none"])
 def test_weights_are_the_producers_bit_for_bit(folder):
     expected = load_file(SHARED / folder / "expected.safetensors")
     manifest = json.loads((SHARED / folder / "MANIFEST.json").read_text())
@@ -92,7 +88,8 @@ def test_canonical_types_equal_the_gguf_package(tmp_path, type_name, seed):
     reader = GgufReader(checkpoint)
     decoded = reader.decode(reader.weights()["layer"])
     assert isinstance(decoded, QuantTensor)
-    assert decoded.scale.dtype == torch.float16
+    e8m0 = torch.float8_e8m0fnu
+    assert decoded.scale.dtype == (e8m0 if type_name == "MXFP4" else torch.float16)
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type_name])
     assert np.array_equal(bits(decoded.dequantize().numpy()), bits(expected))
 
@@ -161,6 +158,27 @@ def test_blocks_written_out_by_hand(tmp_path, type_name, block, codes, values):
     assert decoded.dequantize().tolist() == [values]
     assert (decoded.offset is not None) == type_name.endswith("_1")
     assert decoded.zero is None
+
+
+def test_mxfp4_block_written_out_by_hand(tmp_path):
+    decoded = one_row(tmp_path, "MXFP4", bytes([129]) + NIBBLES)
+    magnitudes = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    values = [(-1 if code & 8 else 1) * magnitudes[code & 7] * 2.0 ** (129 - 127) for code in CODES]
+    assert decoded.grid.name == "e2m1"
+    assert decoded.dequantize().tolist() == [values]
+    zeros = one_row(tmp_path, "MXFP4", bytes([129]) + bytes([0x88]) * 16).dequantize()
+    assert not torch.signbit(zeros).any()  # as GGUF decodes the negative zero of MXFP4
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # of the oracle
+@pytest.mark.parametrize("exponent", [0, 1, 254, 255])
+def test_mxfp4_scales_at_both_ends(tmp_path, exponent):
+    block = bytes([exponent]) + NIBBLES
+    decoded = one_row(tmp_path, "MXFP4", block)
+    raw = np.frombuffer(block, np.uint8)[None]
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.MXFP4)
+    assert isinstance(decoded, QuantTensor) == (exponent < 255)
+    assert np.array_equal(bits(values_of(decoded).numpy()), bits(expected))
 
 
 def test_offset_form_is_kept(tmp_path):

@@ -9,7 +9,17 @@ from quantload.loader.open import open_checkpoint
 
 TRUTHS = truths()
 # Folders of formats that are refused, and what the message names.
-REFUSED: dict[str, str] = {}
+REFUSED: dict[str, str] = {
+    "gptqmodel-7.7.0/micro-llama-qqq-g128": "`qqq`",
+    "llmcompressor-0.14.0.1/nano-llama-SpinQuant-R1R2R4-W4A16": "`transform_config`",
+    "llmcompressor-0.7.1/nano-llama-sparse24-FP8": "`sparsity_config`",
+    "llmcompressor-0.7.1/nano-llama-sparse24-W4A16-marlin24": "`marlin-24`",
+    "llmcompressor-0.7.1/nano-llama-sparse24-bitmask-bf16": "`sparsity_config`",
+    "transformers-quant-5.24.0/micro-llama-bitnet-bitlinear": "`bitnet`",
+    "transformers-quant-5.24.0/micro-llama-metal-w2g32": "`metal`",
+    "transformers-quant-5.24.0/tiny-gemma3-gemmaquant-w4-mixed": "`gemma`",
+    "transformers-quant-5.24.0/tiny-qwen2-metal-w4g64": "`metal`",
+}
 pytestmark = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no folder shared/checkpoints")
 
 

@@ -1,0 +1,112 @@
+"""Lists of modules that a quantizer left in full precision, as FP8 and MX configs write them.
+
+An entry leaves a module out if, for one of the module's names,
+
+    it is the name
+    it is its last components                   `linear_attn.in_proj_qkv`, `gate`
+    it is its first components                  `visual`, `model.layers.3.mlp.experts`
+    transformers' rule says so                  a regular expression, see `matches_transformers`
+    it reads `re:...` and matches (`re.match`)
+    it is no regular expression, but a glob that matches
+
+A module has its own name, its aliases (`names_of`), and the name of the fused layer that engines
+make of it: `qkv_proj` for `q_proj`.
+
+Plain entries are looked up in sets: a list may have thousands, a checkpoint 100,000 tensors.
+
+Source: `should_convert_module` of transformers 5.24.0, `is_layer_skipped` of vLLM 0.33.0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from quantload.errors import FormatMismatch
+from quantload.loader.formats.matching import matches_glob, names_of
+
+_PLAIN = re.compile(r"[\w.-]*")
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "w1": "w13",
+    "w3": "w13",
+    "q_a_proj": "fused_qkv_a_proj",
+    "kv_a_proj_with_mqa": "fused_qkv_a_proj",
+}
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
+
+
+@dataclass(frozen=True)
+class Exclusions:
+    """The entries of one or several lists.
+
+    Args:
+        entries: Entry -> key of the config that holds it.
+
+    Raises:
+        FormatMismatch: An entry `re:...` is no regular expression.
+    """
+
+    entries: Mapping[str, str]
+    _plain: Mapping[str, str] = field(init=False, repr=False)
+    _lengths: tuple[int, ...] = field(init=False, repr=False)
+    _patterns: tuple[tuple[str, re.Pattern[str] | None], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        plain = {entry.strip("."): entry for entry in self.entries if _PLAIN.fullmatch(entry)}
+        plain.pop("", None)
+        others = (entry for entry in self.entries if not _PLAIN.fullmatch(entry))
+        object.__setattr__(self, "_plain", plain)
+        object.__setattr__(self, "_lengths", tuple(sorted({len(entry) for entry in plain})))
+        object.__setattr__(self, "_patterns", tuple((e, self._compiled(e)) for e in others))
+
+    def _compiled(self, entry: str) -> re.Pattern[str] | None:
+        """Compile an entry as what it is; None for a glob."""
+        try:
+            if entry.startswith("re:"):
+                return re.compile(entry[3:])
+            return re.compile(rf"(?:{entry}){_BOUNDARY}")
+        except re.error as error:
+            if not entry.startswith("re:"):
+                return None
+            raise FormatMismatch(
+                f"entry `{entry}` of `{self.entries[entry]}` is no regular expression: {error}"
+            ) from error
+
+    def entry_for(self, module: str) -> str:
+        """Return the entry that leaves a module out, as "key: entry"; "" if there is none."""
+        for entry in self._matches(module):
+            return f"{self.entries[entry]}: {entry}"
+        return ""
+
+    def _matches(self, module: str) -> Iterator[str]:
+        for name in _own_names(module):
+            # Text at the end of a name counts for transformers without regard to components.
+            ends = (name[-length:] for length in self._lengths if length <= len(name))
+            yield from (self._plain[end] for end in ends if end in self._plain)
+            for spelled in names_of(name):
+                if self._plain:
+                    parts = spelled.split(".")
+                    starts = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+                    yield from (self._plain[start] for start in starts if start in self._plain)
+                for entry, pattern in self._patterns:
+                    if _is_match(entry, pattern, spelled):
+                        yield entry
+
+
+def _is_match(entry: str, pattern: re.Pattern[str] | None, name: str) -> bool:
+    if pattern is None:
+        return matches_glob(entry, name)
+    return pattern.match(name) is not None or name.endswith(entry)
+
+
+def _own_names(module: str) -> tuple[str, ...]:
+    """Return a module's name, and that of the layer that engines fuse it into."""
+    parent, dot, last = module.rpartition(".")
+    fused = _FUSED.get(last)
+    return (module, f"{parent}{dot}{fused}") if fused else (module,)
