@@ -115,6 +115,7 @@ _TRUST: _Decorator = click.option(
 @click.option("--dtype", help="float32, bfloat16 or float16, for full precision and scales.")
 @click.option("--on-split", type=click.Choice(["error", "keep", "promote"]), default="error")
 @click.option("--max-shard-size", default="5GB", show_default=True)
+@click.option("--lossless", is_flag=True, help="Refuse whatever would change a value.")
 @click.option("--plan", "only_plan", is_flag=True, help="Print what would be done, write nothing.")
 @click.option("--no-verify", is_flag=True, help="Do not check the output against the source.")
 @_EVERY
@@ -153,6 +154,7 @@ def convert(
             dtype=api.parse_dtype(flags["dtype"]),
             on_split=flags["on_split"],
             max_shard_bytes=parse_size(flags["max_shard_size"]),
+            lossless=flags["lossless"],
         ),
     }
     as_json, every = flags["as_json"], flags["every"]
@@ -315,7 +317,8 @@ def schemes() -> None:
 
 def _describe(scheme: Any) -> str:  # noqa: ANN401 - a Scheme, imported lazily
     if scheme.weight is None:
-        return "full precision: dequantize or copy"
+        is_same = scheme.name == "same"
+        return "as in the source, same values" if is_same else "full precision: dequantize or copy"
     weight = scheme.weight
     scales = {"group": f"group {weight.group_size}", "block": "block 128x128"}
     text = f"weights {weight.grid.name}, {scales.get(weight.granularity, weight.granularity)}"

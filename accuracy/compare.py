@@ -148,7 +148,9 @@ def compare_weights(reference: Source, candidate: Source, progress: Progress) ->
                 module=module,
                 reference=reference.weights[module].encoding,
                 candidate=candidate.weights[module].encoding,
-                weight=error_sums(candidate.read_dense(module), reference.read_dense(module)),
+                weight=error_sums(
+                    candidate.read_parameter(module), reference.read_parameter(module)
+                ),
             )
         )
         progress.advance(1, note=module)
@@ -177,7 +179,7 @@ def _check_one_model(reference: Source, candidate: Source) -> None:
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for module in shared:
         one, other = reference.weights[module], candidate.weights[module]
-        shapes[f"weight of `{module}`"] = one.shape, other.shape
+        shapes[f"weight of `{module}`"] = one.parameter_shape, other.parameter_shape
     for name in _shared_plain(reference, candidate):
         entries = reference.plain[name], candidate.plain[name]
         shapes[f"tensor `{name}`"] = tuple(entries[0].shape), tuple(entries[1].shape)

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantload.errors import NonFiniteWeight, OutputError
-from quantload.loader.formats.compressed_tensors import encode
+from quantload.errors import NonFiniteWeight, NotLossless, OutputError
+from quantload.loader.formats.compressed_tensors import Leaf, encode
+from quantload.loader.formats.compressed_tensors_lossless import encode_lossless
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.side_files import copy_side_files
 from quantload.loader.writer import CheckpointWriter
 from quantload.progress import Progress
+from quantload.quant.qtensor import QuantTensor
 from quantload.quant.rtn import quantize_rtn
 
 
@@ -64,6 +66,8 @@ def _convert(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
     if row.scheme is None:
         return {row.outputs[0].name: _read_dense(plan, row)}
     assert row.scheme.weight is not None, "rows without a weight scheme have no scheme"
+    if row.keeps_values:
+        return _keep_values(plan, row)
     weight = _read_dense(plan, row)
     try:
         quantized = quantize_rtn(weight, row.scheme.weight)
@@ -73,6 +77,24 @@ def _convert(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
             hint=f"keep it with the rule `{row.module} = keep`, or repair the source",
         ) from error
     return {f"{row.module}.{leaf}": part for leaf, part in encode(quantized, row.scheme).items()}
+
+
+def _keep_values(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
+    """Encode what the source holds, code for code."""
+    assert row.scheme is not None, "only quantized weights keep their codes"
+    weight = plan.source.read_weight(row.read_from)
+    planned = {o.name.removeprefix(f"{row.module}."): Leaf(o.dtype, o.shape) for o in row.outputs}
+    try:
+        if not isinstance(weight, QuantTensor):
+            raise NotLossless("its format decodes it to floats")
+        leaves = encode_lossless(weight, row.scheme, planned)
+    except NotLossless as error:
+        raise NotLossless(
+            f"`{row.module}` ({row.source}) cannot be written as {row.scheme} with the same "
+            f"values: {error.message}",
+            hint=f"dequantize it with the rule `{row.module} = dense`",
+        ) from error
+    return {f"{row.module}.{leaf}": part for leaf, part in leaves.items()}
 
 
 def _read_dense(plan: Plan, row: PlanRow) -> Tensor:

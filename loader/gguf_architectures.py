@@ -196,6 +196,67 @@ _GEMMA3 = replace(
     model_type="gemma3_text",
     blocks=decoder(*_GEMMA_NORMS, *attention(), *head_norms(change="plus_one"), *gated_mlp()),
 )
+_GEMMA4_INPUTS = (  # embeddings of tokens that enter each layer
+    Row("per_layer_token_embd", "model.embed_tokens_per_layer", "vocab inputs", "layer_inputs"),
+    Row(
+        "per_layer_model_proj", "model.per_layer_model_projection", "inputs hidden", "layer_inputs"
+    ),
+    Row("per_layer_proj_norm", "model.per_layer_projection_norm", "input", "layer_inputs"),
+)
+_SCALE = (".scale", "")
+_GEMMA4_LAYER = (
+    Row("attn_norm", "input_layernorm", "hidden"),
+    Row("post_attention_norm", "post_attention_layernorm", "hidden"),
+    Row("ffn_norm", "pre_feedforward_layernorm", "hidden"),
+    Row("post_ffw_norm", "post_feedforward_layernorm", "hidden"),
+    Row("layer_output_scale", "layer_scalar", "1", suffix=(".weight", "")),
+    Row("attn_q", "self_attn.q_proj", "q hidden"),
+    Row("attn_k", "self_attn.k_proj", "kv hidden", "own_k"),
+    Row("attn_v", "self_attn.v_proj", "kv hidden", "own_v"),
+    Row("attn_output", "self_attn.o_proj", "hidden q"),
+    Row("attn_q_norm", "self_attn.q_norm", "head"),
+    Row("attn_k_norm", "self_attn.k_norm", "head", "own_k"),
+    *gated_mlp(),
+    Row("inp_gate", "per_layer_input_gate", "input hidden", "layer_inputs"),
+    Row("proj", "per_layer_projection", "hidden input", "layer_inputs"),
+    Row("post_norm", "post_per_layer_input_norm", "hidden", "layer_inputs"),
+    Row("pre_ffw_norm_2", "pre_feedforward_layernorm_2", "hidden", "has_experts"),
+    Row("post_ffw_norm_1", "post_feedforward_layernorm_1", "hidden", "has_experts"),
+    Row("post_ffw_norm_2", "post_feedforward_layernorm_2", "hidden", "has_experts"),
+    Row("ffn_gate_inp", "router.proj", "experts hidden", "has_experts"),
+    Row("ffn_gate_inp", "router.scale", "hidden", "has_experts", suffix=(".scale", "")),
+    Row(
+        "ffn_down_exps", "router.per_expert_scale", "experts", "has_experts", suffix=(".scale", "")
+    ),
+    Row(
+        "ffn_gate_up_exps",
+        "experts.gate_up_proj",
+        "experts moe_twice hidden",
+        "has_experts",
+        suffix=(".weight", ""),
+    ),
+    Row(
+        "ffn_down_exps",
+        "experts.down_proj",
+        "experts hidden moe",
+        "has_experts",
+        suffix=(".weight", ""),
+    ),
+)
+_GEMMA4 = replace(
+    _GEMMA2,
+    hf_class="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    outer=(*outer(), *_GEMMA4_INPUTS),
+    blocks=decoder(*_GEMMA4_LAYER),
+    keys=keys_without(head="global_head_dim"),
+    options=UNTIED
+    | {
+        "layer_inputs": "per_layer_token_embd.weight",
+        "has_experts": "blk.0.ffn_gate_inp.weight",
+    },
+    rotary="by layer",
+)
 _MINIMAX_M2 = Architecture(
     "MiniMaxM2ForCausalLM",
     "minimax_m2",
@@ -270,6 +331,7 @@ ARCHITECTURES = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA3,
+    "gemma4": _GEMMA4,
     "gpt-oss": _GPT_OSS,
     "minimax-m2": _MINIMAX_M2,
     "nemotron": _NEMOTRON,

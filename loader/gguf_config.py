@@ -8,24 +8,25 @@ https://github.com/ggml-org/llama.cpp/tree/a458664fc83b6513baea7adafcb0ef0626b00
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantload.errors import FormatMismatch, HeaderError, MissingTensor, UnsupportedVariant, listed
 from quantload.loader.gguf_architectures import ARCHITECTURES
-from quantload.loader.gguf_config_details import DETAILS, Facts
+from quantload.loader.gguf_config_details import DETAILS
+from quantload.loader.gguf_facts import Facts
 from quantload.loader.gguf_header import PLAIN_DTYPES, GgufHeader
 from quantload.loader.gguf_metadata import OTHER_SOURCE, Metadata, special_token_ids
 from quantload.loader.gguf_rope import rope_parameters, rotated_size
 from quantload.loader.gguf_rows import EMBEDDING, Architecture
 
+_DIFFERS = ("lfm2", "gemma4_text")  # architectures whose sizes differ from layer to layer
 # Parts of names of tensors that converters store as F32 whatever the model has.
 _ALWAYS_FLOAT32 = ("_norm.", "_gate_inp", "_rel_b", "position_embd", "ssm_", "shortconv.conv")
 # Architectures that transformers maps and that no exact config can be made for.
 _REFUSED = {
-    "gemma4": "the file does not say how its layers share keys and values",
     "deci": "transformers has no model class for it",
 }
 
@@ -39,12 +40,14 @@ class GgufModel:
         config: The Hugging Face config.
         sizes: Size of each named axis.
         options: Which tensors there are.
+        by_layer: Sizes and options that differ from layer to layer, one entry a layer.
     """
 
     architecture: Architecture
     config: dict[str, Any]
     sizes: Mapping[str, int]
     options: Mapping[str, bool]
+    by_layer: Mapping[str, Sequence[int]]
 
 
 def build_config(header: GgufHeader, path: Path) -> dict[str, Any]:
@@ -78,14 +81,15 @@ def read_model(header: GgufHeader, path: Path) -> GgufModel:
         **{name: options[name] for name in architecture.config_options},
     }
     config |= _token_ids(metadata, sizes["vocab"])
+    by_layer: dict[str, list[int]] = {}
     if architecture.rotary == "none":
         metadata.ignore(*(key for key in _own_keys(metadata) if key.startswith("rope.")))
-    else:
+    elif architecture.rotary != "by layer":
         config |= _rotary(header, metadata, architecture, sizes)
     details = DETAILS.get(architecture.model_type)
     if details is not None:
         rope = config.get("rope_parameters", {})
-        config |= details(Facts(metadata, header.tensors, sizes, options, rope))
+        config |= details(Facts(metadata, header.tensors, sizes, options, by_layer, rope))
     epsilon = {"eps": metadata.epsilon()}
     config |= {
         key: value
@@ -97,13 +101,13 @@ def read_model(header: GgufHeader, path: Path) -> GgufModel:
     if "experts" not in sizes:
         metadata.refuse_unless("expert_count", 0, "a mixture of experts")
     metadata.refuse_unread()
-    return GgufModel(architecture, config, sizes, options)
+    return GgufModel(architecture, config, sizes, options, by_layer)
 
 
 def _architecture(header: GgufHeader, metadata: Metadata) -> Architecture:
     name = metadata.architecture
     variants = {
-        "llama with experts": bool(metadata.all.get("llama.expert_count")),
+        "llama with experts": "blk.0.ffn_gate_inp.weight" in header.tensors,
         f"{name} with biases in all layers": "enc.blk.1.attn_rel_b.weight" in header.tensors,
     }
     for variant, is_it in variants.items():
@@ -141,11 +145,16 @@ def _sizes(header: GgufHeader, metadata: Metadata, architecture: Architecture) -
         "layers": metadata.count("block_count"),
         "context": metadata.count("context_length"),
     }
+    if sizes["layers"] > len(header.tensors):  # before anything is made for each layer
+        raise MissingTensor(
+            f"`{sizes['layers']}` layers in the metadata, but only `{len(header.tensors)}` "
+            f"tensors, in `{metadata.path}`"
+        )
     if architecture.model_type == "mamba":  # neither attention nor a feed-forward layer
         return sizes
     heads = metadata.count("attention.head_count")
-    if architecture.model_type == "lfm2":  # 0 in layers without attention
-        kv_heads = max(metadata.counts("attention.head_count_kv", sizes["layers"]))
+    if architecture.model_type in _DIFFERS:
+        kv_heads = max(1, *metadata.counts("attention.head_count_kv", sizes["layers"]))
     else:
         kv_heads = metadata.count("attention.head_count_kv", heads)
     if heads % kv_heads:
@@ -157,7 +166,11 @@ def _sizes(header: GgufHeader, metadata: Metadata, architecture: Architecture) -
     sizes |= {"heads": heads, "kv_heads": kv_heads, "head": head}
     sizes |= {"q": heads * head, "kv": kv_heads * head, "qkv": (heads + 2 * kv_heads) * head}
     if "moe" not in _axes(architecture) or metadata.has("feed_forward_length"):
-        sizes["intermediate"] = metadata.count("feed_forward_length")
+        sizes["intermediate"] = (
+            min(metadata.counts("feed_forward_length", sizes["layers"]))
+            if architecture.model_type in _DIFFERS
+            else metadata.count("feed_forward_length")
+        )
         sizes["gate_up"] = 2 * sizes["intermediate"]
     return sizes
 

@@ -10,55 +10,15 @@ https://github.com/ggml-org/llama.cpp/tree/a458664fc83b6513baea7adafcb0ef0626b00
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from quantload.errors import FormatMismatch, UnsupportedVariant
-from quantload.loader.gguf_header import GgufTensor
-from quantload.loader.gguf_metadata import OTHER_SOURCE, Metadata
+from quantload.loader.gguf_facts import Facts, read_experts
+from quantload.loader.gguf_gemma4 import gemma4
+from quantload.loader.gguf_metadata import OTHER_SOURCE
 from quantload.loader.gguf_rope import LONG_FACTORS
 
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of a file when its architecture's own details are read.
-
-    Args:
-        metadata: Of the file.
-        tensors: Its tensor table.
-        sizes: Size of each axis, to be completed.
-        options: Which tensors there are, to be completed.
-        rope: `rope_parameters` so far; empty for an architecture without rotation.
-    """
-
-    metadata: Metadata
-    tensors: Mapping[str, GgufTensor]
-    sizes: dict[str, int]
-    options: dict[str, bool]
-    rope: dict[str, Any]
-
-
 _SOFTMAX, _SIGMOID, _SOFTMAX_WEIGHT = 1, 2, 3  # `expert_gating_func`
-
-
-def _read_experts(facts: Facts) -> tuple[int, int]:
-    """Return E and how many experts are used for a token; their width becomes a size."""
-    count, used = facts.metadata.count("expert_count"), facts.metadata.count("expert_used_count")
-    width = facts.sizes.get("intermediate")
-    if not facts.metadata.has(
-        "expert_feed_forward_length"
-    ):  # older files leave it to the facts.tensors
-        stacked = facts.tensors.get("blk.0.ffn_down_exps.weight")
-        width = stacked.shape[-1] if stacked is not None else width
-    facts.sizes["experts"], facts.sizes["moe"] = (
-        count,
-        facts.metadata.count("expert_feed_forward_length", width),
-    )
-    facts.metadata.ignore("expert_count", "expert_used_count")
-    for key, neutral in (("expert_weights_scale", 1.0), ("expert_group_count", 1)):
-        facts.metadata.refuse_unless(key, neutral, "a change of the experts' weights")
-    facts.metadata.refuse_unless("expert_group_used_count", 1, "a choice among groups of experts")
-    return count, used
 
 
 def _qwen2_moe(facts: Facts) -> dict[str, Any]:
@@ -71,7 +31,7 @@ def _qwen2_moe(facts: Facts) -> dict[str, Any]:
 
 
 def _qwen3_moe(facts: Facts) -> dict[str, Any]:
-    count, used = _read_experts(facts)
+    count, used = read_experts(facts)
     facts.metadata.refuse_unless("expert_gating_func", _SOFTMAX, "another choice of experts")
     return {
         "num_experts": count,
@@ -81,14 +41,14 @@ def _qwen3_moe(facts: Facts) -> dict[str, Any]:
 
 
 def _mixtral(facts: Facts) -> dict[str, Any]:
-    count, used = _read_experts(facts)
+    count, used = read_experts(facts)
     facts.metadata.refuse_unless("expert_gating_func", _SOFTMAX, "another choice of experts")
     facts.sizes["intermediate"] = facts.sizes["moe"]
     return {"num_local_experts": count, "num_experts_per_tok": used}
 
 
 def _minimax(facts: Facts) -> dict[str, Any]:
-    count, used = _read_experts(facts)
+    count, used = read_experts(facts)
     facts.metadata.refuse_unless("expert_gating_func", _SIGMOID, "another choice of experts")
     facts.sizes["intermediate"] = facts.sizes["moe"]
     rotated = facts.metadata.count("rope.dimension_count", facts.sizes["head"])
@@ -96,7 +56,7 @@ def _minimax(facts: Facts) -> dict[str, Any]:
 
 
 def _gpt_oss(facts: Facts) -> dict[str, Any]:
-    count, used = _read_experts(facts)
+    count, used = read_experts(facts)
     facts.metadata.refuse_unless("expert_gating_func", _SOFTMAX_WEIGHT, "another choice of experts")
     facts.sizes["intermediate"] = facts.sizes["moe"]
     rope = dict(facts.rope)
@@ -288,12 +248,14 @@ def _qwen35(facts: Facts) -> dict[str, Any]:
     facts.sizes["layers"] -= extra
     facts.sizes["prediction_layers"] = extra  # they follow, and transformers does not build them
     interval = facts.metadata.count("full_attention_interval", 4)
-    kinds = ["linear_attention"] * (interval - 1) + ["full_attention"]
+    kinds = ("linear_attention", "full_attention")
     sections = [n for n in facts.metadata.counts("rope.dimension_sections", 4) if n]
     rope = dict(facts.rope)
     part = facts.metadata.count("rope.dimension_count", facts.sizes["head"]) / facts.sizes["head"]
     return {
-        "layer_types": [kinds[layer % interval] for layer in range(facts.sizes["layers"])],
+        "layer_types": [
+            kinds[(layer + 1) % interval == 0] for layer in range(facts.sizes["layers"])
+        ],
         "rope_parameters": rope
         | {
             "partial_rotary_factor": part,
@@ -318,6 +280,7 @@ DETAILS: Mapping[str, Callable[[Facts], dict[str, Any]]] = {  # by `model_type`
     "gpt_oss": _gpt_oss,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": gemma4,
     "stablelm": _stablelm,
     "phi3": _phi3,
     "falcon": _falcon,

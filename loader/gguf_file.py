@@ -91,6 +91,8 @@ def _of_model(
 ) -> tuple[dict[str, GgufTensor], tuple[str, ...]]:
     """Leave out tables that are part of the config, and layers that transformers does not build."""
     kept = {name: tensor for name, tensor in tensors.items() if name not in TABLES}
+    if "own_k" in model.by_layer:
+        return _without_shared_keys(kept, model)
     layers, more = model.sizes["layers"], model.sizes.get("prediction_layers", 0)
     prefixes = tuple(f"blk.{layer}." for layer in range(layers, layers + min(more, len(kept))))
     extra = [name for name in kept if name.startswith(prefixes)]
@@ -98,6 +100,18 @@ def _of_model(
         return kept, ()
     warning = f"{len(extra)} tensors of multi-token prediction layers are left out"
     return {name: kept[name] for name in kept if name not in extra}, (warning,)
+
+
+def _without_shared_keys(
+    kept: dict[str, GgufTensor], model: GgufModel
+) -> tuple[dict[str, GgufTensor], tuple[str, ...]]:
+    shared = [layer for layer, own in enumerate(model.by_layer["own_k"]) if not own]
+    leaves = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+    unused = {f"blk.{layer}.{leaf}" for layer in shared for leaf in leaves} & kept.keys()
+    if not unused:
+        return kept, ()
+    warning = f"{len(unused)} keys and values of layers that share those of others are left out"
+    return {name: kept[name] for name in kept if name not in unused}, (warning,)
 
 
 # -- what the architecture expects ---------------------------------------------------------------
@@ -117,7 +131,7 @@ def _place(row: Row, block: Block, layer: int, model: GgufModel) -> Iterator[_Pl
     if not _applies(row.when, layer, model):
         return
     axes = tuple(row.axes.split())
-    shape = tuple(int(axis) if axis.isdigit() else model.sizes[axis] for axis in axes)
+    shape = tuple(_size(axis, layer, model) for axis in axes)
     gguf_prefix, hf_prefix = block.gguf.format(n=layer), block.hf.format(n=layer)
     stored, name = row.gguf.split(), hf_prefix + row.hf
     yield _Place(
@@ -132,9 +146,17 @@ def _place(row: Row, block: Block, layer: int, model: GgufModel) -> Iterator[_Pl
         yield _Place(row, f"{name}.bias", bias, axes[:1], shape[:1], is_bias=True)
 
 
+def _size(axis: str, layer: int, model: GgufModel) -> int:
+    if axis.isdigit():
+        return int(axis)
+    return model.by_layer[axis][layer] if axis in model.by_layer else model.sizes[axis]
+
+
 def _applies(when: str, layer: int, model: GgufModel) -> bool:
     if when in ("", "always", "never", "first"):
         return when != "never" and (when != "first" or layer == 0)
+    if when in model.by_layer:
+        return bool(model.by_layer[when][layer])
     if when in model.options:
         return model.options[when]
     negated = when.removeprefix("not ")

@@ -59,7 +59,7 @@ def rope_parameters(
         }
     table = tensors.get(ROPE_FACTORS)
     if table is not None:
-        found = _llama3_scaling(_read_factors(table), theta, size)
+        found = _llama3_scaling(read_factors(table), theta, size)
         if found is None or scaled:
             raise UnsupportedVariant(
                 f"tensor `{ROPE_FACTORS}` is not the rotary scaling of Llama 3.1 to 3.3, "
@@ -102,7 +102,7 @@ def _longrope(
         raise UnsupportedVariant(
             f"of two tables of rotary factors `{missing.pop()}` is missing, in `{metadata.path}`"
         )
-    tables = [_read_factors(tensors[name]) for name in (LONG_FACTORS, SHORT_FACTORS)]
+    tables = [read_factors(tensors[name]) for name in (LONG_FACTORS, SHORT_FACTORS)]
     if any(table.shape != (size // 2,) for table in tables):
         raise UnsupportedVariant(
             f"tables of rotary factors have `{tables[0].numel()}` and `{tables[1].numel()}` "
@@ -123,7 +123,8 @@ def _decimals(values: Tensor) -> list[float]:
     return [float(str(value)) for value in values.numpy()]
 
 
-def _read_factors(table: GgufTensor) -> Tensor:
+def read_factors(table: GgufTensor) -> Tensor:
+    """Read a table of rotary factors, float32."""
     entry = TensorEntry(
         table.name, torch.float32, table.shape, table.file, table.start, table.num_bytes
     )

@@ -94,7 +94,7 @@ class Architecture:
     constants: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     config_options: tuple[str, ...] = ()
-    rotary: Literal["all", "part", "none"] = "all"
+    rotary: Literal["all", "part", "none", "by layer"] = "all"
 
 
 def keys_without(*names: str, **changed: str) -> dict[str, str]:

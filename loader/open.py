@@ -14,6 +14,7 @@ from typing import Any
 from quantload.errors import CheckpointError, SourceNotFound, UnknownFormat, listed
 from quantload.loader.checkpoint import Checkpoint
 from quantload.loader.gguf_file import open_gguf
+from quantload.loader.gguf_split import first_parts
 from quantload.loader.hub import fetch_snapshot, is_hub_id
 from quantload.loader.weight_files import (
     INDEX,
@@ -30,6 +31,7 @@ QUANTIZATION_SIDE_FILES = (
     "quant_config.json",  # AutoAWQ, llm-awq
     "hf_quant_config.json",  # ModelOpt
     "quantization_config.json",  # AutoRound, Intel Neural Compressor
+    "quanto_qmap.json",  # optimum-quanto
 )
 
 
@@ -86,7 +88,7 @@ def _open_hub(hub_id: str) -> Checkpoint:
 
 
 def _open_folder(folder: Path, name: str) -> Checkpoint:
-    gguf_files = [] if has_safetensors(folder) else sorted(folder.glob("*.gguf"))
+    gguf_files = [] if has_safetensors(folder) else first_parts(sorted(folder.glob("*.gguf")))
     if gguf_files:
         return _open_only_gguf(folder, gguf_files)
     weights = read_weights(folder)

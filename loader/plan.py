@@ -12,18 +12,26 @@ from typing import Any
 
 import torch
 
-from quantload.errors import listed
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.formats.compressed_tensors import layout
+from quantload.loader.formats.compressed_tensors_lossless import lossless_layout
 from quantload.loader.model_dtype import DTYPE_NAMES, config_dtype
 from quantload.loader.output_files import OutputFile, OutputTensor, assign_files
 from quantload.loader.plan_config import output_config
 from quantload.loader.plan_groups import OnSplit, SplitOutcome, settle_groups
+from quantload.loader.plan_same import is_in_scheme, refuse_loss, same_scheme
+from quantload.loader.plan_warnings import (
+    about_input_scales,
+    about_kept,
+    about_partial_blocks,
+    about_requantizing,
+    about_unlike_members,
+)
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 from quantload.mappers.default_keeps import reason_to_keep
 from quantload.mappers.facts import Kind, ModelFacts, missing_layers
 from quantload.quant.rules import QuantConfig, resolve
-from quantload.quant.scheme import Scheme
+from quantload.quant.scheme import SAME, Scheme
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -36,11 +44,13 @@ class PlanOptions:
         dtype: dtype of everything in full precision, and of scales; None keeps what is stored.
         on_split: What to do when rules split a fused group: "error", "keep" or "promote".
         max_shard_bytes: Largest size of one output file's data.
+        lossless: Refuse whatever would change a value.
     """
 
     dtype: torch.dtype | None = None
     on_split: OnSplit = "error"
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    lossless: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +65,8 @@ class PlanRow:
         reason: Which rule, default or limit decided.
         dtype: dtype of scales, or of the full-precision weight.
         read_from: Module whose weight is read; differs from `module` for a head that was tied.
+        keeps_values: True if the quantized weight of the source is written with the same values.
+        is_same: True if its rule asks for what the source has.
         outputs: The tensors that are written.
         source_bytes: Bytes of its tensors in the source.
     """
@@ -66,6 +78,8 @@ class PlanRow:
     reason: str
     dtype: torch.dtype
     read_from: str
+    keeps_values: bool = False
+    is_same: bool = False
     outputs: tuple[OutputTensor, ...]
     source_bytes: int
 
@@ -120,15 +134,17 @@ def make_plan(
         ConfigError: Rules do not fit the model; UnusedRule and RuleSplitsStack are kinds of it.
     """
     options = options or PlanOptions()
-    choices, undecided = _choose(source, config, facts)
+    choices, undecided = _choose(source, config, facts, options)
     outcome = settle_groups(
         {module: choice.scheme for module, choice in choices.items()},
         {module: choice.reason for module, choice in choices.items()},
-        facts.groups,
+        [g for g in facts.groups if not all(m in choices and choices[m].is_same for m in g)],
         options.on_split,
     )
     rows = tuple(_row(choice, outcome, source, options) for choice in choices.values())
     rows += tuple(_kept_rows(source, options))
+    if options.lossless:
+        refuse_loss(source, rows)
     done = {tensor.source for row in rows for tensor in row.outputs}
     plain = tuple(
         _plain_tensor(entry, source, options)
@@ -147,12 +163,13 @@ def make_plan(
     )
     warnings = [*source.warnings, *outcome.warnings]
     warnings += [f"rule `{rule}` decides nothing: other rules cover more" for rule in undecided]
-    warnings += [*_about_requantizing(source, rows), *_about_kept(source, config, rows)]
+    warnings += [*about_requantizing(source, rows), *about_kept(source, config, rows)]
     if reason := missing_layers(source.checkpoint.config, source.checkpoint.tensors):
         warnings.append(f"the checkpoint is incomplete: {reason}")
     if not schemes and config.default is not None and config.default.weight is not None:
         warnings.append(f"no module is quantized to {config.default}; the plan says why")
-    warnings += [*_about_input_scales(source), *_about_partial_blocks(rows)]
+    warnings += [*about_input_scales(source, rows), *about_partial_blocks(rows)]
+    warnings += about_unlike_members(rows, facts.groups)
     return Plan(
         source=source,
         rows=rows,
@@ -176,10 +193,12 @@ class _Choice:
     weight: SourceWeight
     scheme: Scheme | None
     reason: str
+    keeps_values: bool = False
+    is_same: bool = False
 
 
 def _choose(
-    source: Source, config: QuantConfig, facts: ModelFacts
+    source: Source, config: QuantConfig, facts: ModelFacts, options: PlanOptions
 ) -> tuple[dict[str, _Choice], tuple[object, ...]]:
     weights = dict(source.weights)
     aliases = {
@@ -194,15 +213,29 @@ def _choose(
         decision = resolution.decisions[module]
         scheme = decision.scheme
         reason = f"rule `{decision.rule}`" if decision.rule else "default scheme"
-        if scheme is not None and scheme.weight is not None:
+        keeps_values = False
+        if scheme == SAME:
+            scheme, same_reason = same_scheme(weight, try_all=options.lossless)
+            reason, keeps_values = f"{reason}: {same_reason}", scheme is not None
+        elif scheme is not None and scheme.weight is not None:
             kept = reason_to_keep(module, _kind_of(module, facts))
             if kept is not None and not decision.covers_whole_name:
                 scheme, reason = None, f"kept by default: {kept}"
             else:
                 scheme, reason = _fit(scheme, weight, reason)
-        choices[module] = _Choice(module=module, weight=weight, scheme=scheme, reason=reason)
+                keeps_values = scheme is not None and is_in_scheme(weight, scheme)
+                reason += "; it is in this scheme already" if keeps_values else ""
+        choices[module] = _Choice(
+            module=module,
+            weight=weight,
+            scheme=scheme,
+            reason=reason,
+            keeps_values=keeps_values,
+            is_same=decision.scheme == SAME,
+        )
     for alias, owner in aliases.items():
-        if _is_dense(choices[alias].scheme) and _is_dense(choices[owner].scheme):
+        are_dense = _is_dense(choices[alias].scheme) and _is_dense(choices[owner].scheme)
+        if are_dense or choices[alias].is_same:
             del choices[alias]  # stays tied: nothing of its own is written
         else:
             reason = f"{choices[alias].reason}; untied from `{owner}`"
@@ -243,12 +276,17 @@ def _fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | No
 def _row(choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOptions) -> PlanRow:
     module, weight = choice.module, choice.weight
     scheme = outcome.schemes[module]
+    keeps_values = choice.keeps_values and scheme == choice.scheme
     dtype = _working_dtype(weight, source, options, is_scale=not _is_dense(scheme))
     if scheme is None or scheme.weight is None:
         name = weight.parameter_name if module == weight.module else f"{module}.weight"
         tensors = [OutputTensor(name, dtype, weight.parameter_shape, weight.parameter_name)]
     else:
-        leaves = layout(scheme, weight.shape, dtype)
+        leaves = (
+            lossless_layout(weight, scheme, source.checkpoint.tensors)
+            if keeps_values
+            else layout(scheme, weight.shape, dtype)
+        )
         tensors = [
             OutputTensor(f"{module}.{leaf}", spec.dtype, spec.shape, module)
             for leaf, spec in leaves.items()
@@ -261,6 +299,8 @@ def _row(choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOp
         reason=outcome.reasons[module],
         dtype=dtype,
         read_from=weight.module,
+        keeps_values=keeps_values,
+        is_same=choice.is_same,
         outputs=tuple(tensors),
         source_bytes=_source_bytes(weight, source),
     )
@@ -326,69 +366,6 @@ def _kind_of(module: str, facts: ModelFacts) -> Kind:
 
 def _is_linear(row: PlanRow, facts: ModelFacts) -> bool:
     return len(row.shape) == 2 and _kind_of(row.module, facts) in ("linear", "head")
-
-
-def _about_kept(source: Source, config: QuantConfig, rows: tuple[PlanRow, ...]) -> list[str]:
-    """Warn of quantized weights that become full precision although nobody asked for `dense`."""
-    if config.default is not None and config.default.weight is None:
-        return []
-    count = sum(
-        row.scheme is None
-        and row.read_from in source.weights
-        and source.weights[row.read_from].is_quantized
-        and "embedding" not in row.reason
-        for row in rows
-    )
-    if not count:
-        return []
-    return [f"{count} quantized modules of the source become full precision: no scheme covers them"]
-
-
-def _about_partial_blocks(rows: tuple[PlanRow, ...]) -> list[str]:
-    partial = 0
-    for row in rows:
-        block = row.scheme.weight.block if row.scheme and row.scheme.weight else None
-        partial += block is not None and any(
-            size % step for size, step in zip(row.shape, block, strict=True)
-        )
-    if not partial:
-        return []
-    return [
-        f"{partial} modules have widths that are no multiples of the block; vLLM does not load "
-        "such FP8 blocks"
-    ]
-
-
-def _about_requantizing(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
-    again = [
-        row
-        for row in rows
-        if row.scheme is not None
-        and row.read_from in source.weights
-        and source.weights[row.read_from].is_quantized
-    ]
-    if not again:
-        return []
-    kinds = ", ".join(sorted({row.source for row in again}))
-    return [
-        f"{len(again)} modules of the source are already quantized ({kinds}); quantizing them "
-        "again adds to their error"
-    ]
-
-
-def _about_input_scales(source: Source) -> list[str]:
-    dropped = [
-        name
-        for weight in source.weights.values()
-        for leaf, name in weight.leaves.items()
-        if not leaf.startswith("weight")
-    ]
-    if not dropped:
-        return []
-    return [
-        f"{len(dropped)} tensors of fixed input scales are left out, since inputs are quantized "
-        f"while the model runs: {listed(dropped)}"
-    ]
 
 
 __all__ = ["DTYPE_NAMES", "Plan", "PlanOptions", "PlanRow", "make_plan"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +30,7 @@ class SplitOutcome:
 def settle_groups(
     schemes: Mapping[str, Scheme | None],
     reasons: Mapping[str, str],
-    groups: tuple[tuple[str, ...], ...],
+    groups: Iterable[tuple[str, ...]],
     on_split: OnSplit,
 ) -> SplitOutcome:
     """Make the members of each fused group equal.

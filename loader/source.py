@@ -44,6 +44,8 @@ class SourceWeight:
         parameter: Name of the parameter in full precision; "" is `<module>.weight`.
         experts: E, if the parameter holds the weights of E experts; 0 for an ordinary weight.
         is_transposed: True if the parameter has input features first: [K, N], [E, K, N].
+        obstacle: What keeps its values from being (code - zero) * scale, computed in that order; ""
+            if headers show nothing.
     """
 
     module: str
@@ -56,6 +58,7 @@ class SourceWeight:
     parameter: str = ""
     experts: int = 0
     is_transposed: bool = False
+    obstacle: str = ""
 
     @property
     def parameter_name(self) -> str:

@@ -4,7 +4,8 @@ Names and defaults of the presets are those of compressed-tensors 0.20.1
 (`quantization/quant_scheme.py`); a test holds them equal.
 
 A scheme is written NAME or NAME:gSIZE (group size) or NAME:channel, for example `W4A16:g64`.
-`dense` is full precision. `keep` is not a scheme: it is the decision for full precision.
+`dense` is full precision, `same` is what the source has, with equal values. `keep` is not a scheme:
+it is the decision for full precision.
 """
 
 from __future__ import annotations
@@ -135,11 +136,13 @@ def _weight_only(name: str, bits: int, *, symmetric: bool = True) -> Scheme:
 
 
 DENSE = Scheme(name="dense")
+SAME = Scheme(name="same")  # what the source has, with the same values
 
 PRESETS: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
         DENSE,
+        SAME,
         _weight_only("W4A16", 4),
         _weight_only("W4A16_ASYM", 4, symmetric=False),
         _weight_only("W8A16", 8),

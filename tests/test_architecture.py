@@ -37,6 +37,7 @@ TRANSFORMERS = (
     "layers/surgery.py",
     "layers/text.py",
     "loader/gguf_tokenizer.py",
+    "loader/model_shapes.py",
 )
 FENCED = {  # third-party package -> the only places that may import it
     "triton": ("runtime/kernels/",),
@@ -77,7 +78,7 @@ OPTIONS = {
     },
     "convert": {
         *("source", "output", "--scheme", "--rule", "--config", "--group-size", "--dtype"),
-        *("--on-split", "--max-shard-size", "--plan", "--no-verify", "--all"),
+        *("--on-split", "--max-shard-size", "--plan", "--no-verify", "--all", "--lossless"),
         *("--trust-remote-code", "--json", "--quiet"),
     },
     "formats": set(),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from quantload.errors import FormatMismatch, UnknownFormat, listed
 from quantload.loader.checkpoint import Checkpoint
+from quantload.loader.formats.auto_round import open_auto_round
 from quantload.loader.formats.awq import AwqReader
 from quantload.loader.formats.bitsandbytes import BitsAndBytesReader
 from quantload.loader.formats.compressed_tensors import CompressedTensorsReader
@@ -18,12 +19,14 @@ from quantload.loader.formats.dense import DenseReader, quantized_names
 from quantload.loader.formats.detect import REFUSED, method_of
 from quantload.loader.formats.fp8 import Fp8Reader
 from quantload.loader.formats.gguf import GgufReader
-from quantload.loader.formats.hqq import HqqReader
 from quantload.loader.formats.gguf_in_safetensors import GgufInSafetensorsReader
 from quantload.loader.formats.gptq import GptqReader
+from quantload.loader.formats.hqq import HqqReader
 from quantload.loader.formats.modelopt import ModelOptReader
 from quantload.loader.formats.mxfp4 import Mxfp4Reader
+from quantload.loader.formats.quanto import QuantoReader
 from quantload.loader.formats.quark import QuarkReader
+from quantload.loader.formats.torchao import TorchaoReader
 from quantload.loader.source import Reader, Source
 
 
@@ -51,7 +54,7 @@ FORMATS = (
     FormatRow("dense", "safetensors in full precision", DenseReader),
     FormatRow(
         "compressed-tensors",
-        "compressed-tensors (int and fp8)",
+        "compressed-tensors (int, fp8, fp6, fp4)",
         CompressedTensorsReader,
         ("compressed-tensors", "compressed_tensors"),
     ),
@@ -85,9 +88,17 @@ FORMATS = (
         Fp8Reader,
         ("fp8", "fbgemm_fp8", "mxfp8"),
     ),
+    FormatRow(
+        "auto-round",
+        "AutoRound (all packings)",
+        open_auto_round,
+        ("auto-round", "intel/auto-round", "inc"),
+    ),
     FormatRow("mxfp4", "MXFP4 experts (gpt-oss)", Mxfp4Reader, ("mxfp4",)),
+    FormatRow("torchao", "torchao (int8, int4, intx, fp8)", TorchaoReader, ("torchao",)),
     FormatRow("hqq", "HQQ (1 to 8 bits)", HqqReader, ("hqq",), leaf=r"\.W_q"),
-    FormatRow("gguf", "GGUF (llama family)", GgufReader),
+    FormatRow("quanto", "optimum-quanto (int8, float8, int4, int2)", QuantoReader, ("quanto",)),
+    FormatRow("gguf", "GGUF", GgufReader),
 )
 _WAY_OUT = "dequantize it with its own tool first, or start from the full-precision model"
 _BY_NAME = {row.name: row for row in FORMATS}

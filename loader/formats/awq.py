@@ -142,8 +142,9 @@ class AwqReader(Reader):
     def _says_of(self, module: str, names: tuple[str, ...], rule: Rule | None) -> ConfigSays:
         if rule is not None:
             return rule.says_of(names)
+        joined = "\n".join(names)  # no entry has a line break in it
         for entry in self._left_out:
-            if any(matches_substring(entry, name) for name in names):
+            if matches_substring(entry, joined):
                 return ConfigSays(False, f"modules_to_not_convert: {entry}")
         return ConfigSays(_BLOCK.search(module) is not None, "all linear layers in blocks")
 
@@ -164,24 +165,23 @@ class AwqReader(Reader):
         """Give the scales of each activation to the linear layer that takes what it returns."""
         if not activations:
             return
-        by_parent: dict[str, list[SourceWeight]] = {}
-        for weight in found.values():
-            by_parent.setdefault(weight.module.rpartition(".")[0], []).append(weight)
+        by_parent: dict[str, list[str]] = {}
+        for module in found:
+            by_parent.setdefault(module.rpartition(".")[0], []).append(module)
         for leaves in activations:
             entry = leaves["scales"]
             beside = by_parent.get(leaves.module.rpartition(".")[0], [])
-            takers = [w for w in beside if w.shape[1] == entry.shape[0]]
-            quantized = [w.module for w in takers if w.is_quantized]
-            if len(takers) != 1 or len(quantized) != 1 or _INNER in takers[0].leaves:
+            takers = [module for module in beside if found[module].shape[1] == entry.shape[0]]
+            free = [m for m in takers if found[m].is_quantized and _INNER not in found[m].leaves]
+            if len(takers) != 1 or len(free) != 1:
                 raise UnsupportedVariant(
                     f"tensor `{entry.name}` of shape `{entry.shape}` scales an activation, and the "
                     f"layer that takes it is not clear: expected one quantized linear layer beside "
                     f"`{leaves.module}` with {entry.shape[0]} input features, found "
-                    f"{listed(w.module for w in takers) or 'none'}, in `{self.checkpoint.name}`"
+                    f"{listed(takers) or 'none'}, in `{self.checkpoint.name}`"
                 )
-            module = quantized[0]
-            names = {**found[module].leaves, _INNER: entry.name}
-            found[module] = replace(found[module], leaves=names)
+            taker = found[free[0]]
+            found[free[0]] = replace(taker, leaves={**taker.leaves, _INNER: entry.name})
 
 
 def _with_usual_names(checkpoint: Checkpoint) -> Checkpoint:
@@ -245,9 +245,13 @@ def _values_of(config: Mapping[str, Any], checkpoint_name: str) -> tuple[int, in
 def _left_out(modules: object, checkpoint_name: str) -> tuple[str, ...]:
     if modules is None:
         return ()
-    if not isinstance(modules, list) or not all(isinstance(m, str) and m for m in modules):
+    if not isinstance(modules, list) or not all(_is_name(entry) for entry in modules):
         raise wrong_value("modules_to_not_convert", modules, "a list of names", checkpoint_name)
     return tuple(modules)
+
+
+def _is_name(entry: object) -> bool:
+    return isinstance(entry, str) and bool(entry) and "\n" not in entry
 
 
 __all__ = ["AwqReader"]

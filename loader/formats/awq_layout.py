@@ -172,6 +172,14 @@ def _check_shapes(
     integers: tuple[torch.dtype, ...] = (torch.int32,)
     floats = FLOAT_DTYPES
     zeros = "scaled_zeros" if "scaled_zeros" in leaves else "qzeros"
+    if {"qzeros", "scaled_zeros"} <= leaves.entries.keys() or (
+        zeros == "scaled_zeros" and layout.kind != "gemv_fast"
+    ):
+        raise FormatMismatch(
+            f"tensor `{leaves['scaled_zeros'].name}` has no place in `{layout.kind}` with "
+            f"`qzeros`, in `{leaves.checkpoint_name}`",
+            hint=because,
+        )
     if layout.kind == "gemm":
         words = words_dense(rows, layout.bits)
         leaves.expect("qweight", dtypes=integers, shapes=((columns, words),), because=because)
@@ -190,14 +198,6 @@ def _check_shapes(
         leaves.require((zeros,), because=because)
     if zeros in leaves:
         leaves.expect(zeros, dtypes=zero_dtypes, shapes=zero_shapes, because=because)
-    if {"qzeros", "scaled_zeros"} <= leaves.entries.keys() or (
-        zeros == "scaled_zeros" and layout.kind != "gemv_fast"
-    ):
-        raise FormatMismatch(
-            f"tensor `{leaves['scaled_zeros'].name}` has no place in `{layout.kind}` with "
-            f"`qzeros`, in `{leaves.checkpoint_name}`",
-            hint=because,
-        )
 
 
 def _padded_words(groups: int, group_size: int) -> tuple[int, int]:
@@ -229,7 +229,8 @@ def decode_awq(
 
     Raises:
         NonFiniteWeight: A scale is NaN or infinity.
-        FormatMismatch: There are zero points where the config says that there are none.
+        FormatMismatch: There are zero points where the config says that there are none, or scales
+            of groups that are not there.
     """
     columns = weight.shape[1]
     group_size = columns if layout.group_size == -1 else layout.group_size
@@ -237,10 +238,20 @@ def decode_awq(
     bits = layout.bits
     fields, scale, zeros = _read_parts(parts, weight, layout, groups)
     check_scales(scale, fields, weight.leaves["scales"], checkpoint_name)
+    padding = parts["scales"][groups:] if layout.kind != "gemv" else parts["scales"][:, groups:]
+    if bool(padding.any()):
+        raise FormatMismatch(
+            f"tensor `{weight.leaves['scales']}` has scales of more than {groups} groups, expected "
+            f"zeros after those of {columns} columns, in `{checkpoint_name}`"
+        )
     if layout.kind == "gemv_fast":
         assert zeros is not None, "gemv_fast has offsets"
         name = weight.leaves.get("scaled_zeros") or weight.leaves["qzeros"]
         refuse_nonfinite(zeros, name, checkpoint_name)
+        if not bool(zeros.any()) and bool(scale.any()):
+            raise FormatMismatch(
+                f"tensor `{name}` is all zero, expected zero points, in `{checkpoint_name}`"
+            )
         # Both operands are float16: in float32 only the last rounding, to float16, is one.
         evaluation = Evaluation(torch.float32, inner="/", result=torch.float16)
         return QuantTensor(

@@ -249,7 +249,7 @@ class BitsAndBytesReader(Reader):
                 f"`{self.checkpoint.name}`"
             )
         rows, columns = codes.shape
-        leaves.expect("SCB", dtypes=(torch.float32,), shapes=[(rows,)], because=because)
+        leaves.expect("SCB", dtypes=FLOAT_DTYPES, shapes=[(rows,)], because=because)
         self._check_weight_format(leaves)
         scheme = WeightScheme(grid=INT8, granularity="channel")
         return SourceWeight(

@@ -13,7 +13,7 @@ import torch
 
 from quantload.errors import FormatMismatch, UnsupportedVariant
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
-from quantload.loader.formats.matching import matches_transformers
+from quantload.loader.formats.matching import matches_suffix, matches_transformers
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _MAX_STATE_BYTES = 4096
@@ -37,7 +37,8 @@ class BnbConfig:
 
     def skipped_by(self, module: str) -> str:
         """Return the pattern that leaves a module out, "" if none does."""
-        return next((p for p in self.skipped if matches_transformers(p, module)), "")
+        matching = (p for p in self.skipped if matches_transformers(p, module))
+        return next((p for p in matching if _keeps_components(p, module)), "")
 
     def check_bits(self, bits: int, kind: str, name: str, checkpoint_name: str) -> None:
         """Compare with what a tensor holds.
@@ -54,6 +55,15 @@ class BnbConfig:
                 f"`{checkpoint_name}`",
                 hint="these files are not the ones that the config was written for",
             )
+
+
+def _keeps_components(pattern: str, module: str) -> bool:
+    """False if the pattern is only the end of a component: `kv_proj` of `qkv_proj`.
+
+    transformers 5.24 leaves such a module out, earlier versions and vLLM do not: here the files
+    decide, and neither is worth a warning.
+    """
+    return matches_suffix(pattern, module) or not module.endswith(pattern)
 
 
 def parse_config(config: Mapping[str, Any], checkpoint_name: str) -> BnbConfig:

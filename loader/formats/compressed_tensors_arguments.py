@@ -102,7 +102,7 @@ def parse_weight(arguments: Mapping[str, Any], layout: str, where: str) -> Weigh
 
 def parse_input(arguments: Mapping[str, Any], where: str) -> InputScheme:
     """Parse `input_activations` of a group; arguments and errors as in `parse_weight`."""
-    strategy = arguments.get("strategy") or _inferred_strategy(arguments.get("group_size"))
+    strategy: Any = arguments.get("strategy") or _inferred_strategy(arguments.get("group_size"))
     is_nvfp4 = strategy == "tensor_group"
     granularity: InputGranularity = "group" if is_nvfp4 else strategy
     if not isinstance(strategy, str) or granularity not in get_args(InputGranularity):

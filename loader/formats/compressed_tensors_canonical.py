@@ -15,7 +15,7 @@ from quantload.errors import NotLossless
 from quantload.loader.formats.compressed_tensors_shapes import scale_shape, weight_of
 from quantload.loader.formats.int_fields import signed
 from quantload.quant.grid import Grid, int_grid
-from quantload.quant.qtensor import Evaluation, QuantTensor
+from quantload.quant.qtensor import Evaluation, OuterUse, QuantTensor
 from quantload.quant.scheme import Scheme, WeightScheme
 
 
@@ -66,7 +66,7 @@ def _is_grid_of(stored: Grid, written: Grid) -> bool:
 def _as_scaled(tensor: QuantTensor) -> QuantTensor:
     """Return a weight of codes, zero points and multipliers alone."""
     working = tensor.evaluation.dtype
-    outer = tensor.evaluation.outer.replace("value", "scale")
+    outer: OuterUse = "scale*" if tensor.evaluation.outer.endswith("*") else "scale/"
     evaluation = replace(tensor.evaluation, outer=outer, values="*")
     scale = tensor.scale.to(working)
     if tensor.evaluation.values == "/":

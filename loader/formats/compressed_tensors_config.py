@@ -44,6 +44,7 @@ from quantload.loader.formats.compressed_tensors_arguments import (
     written_format,
 )
 from quantload.loader.formats.compressed_tensors_presets import NAMED_SCHEMES, named_scheme
+from quantload.loader.formats.matching import matches_regex
 from quantload.quant.scheme import DENSE as FULL_PRECISION
 from quantload.quant.scheme import Scheme
 
@@ -83,7 +84,7 @@ class Patterns:
     def __init__(self, entries: Iterable[str]) -> None:
         ordered = sorted(set(entries))  # NOTE: the library's order, not that of the config
         self._names = frozenset(e for e in ordered if not e.startswith("re:"))
-        self._regexes = [(e, re.compile(e[3:])) for e in ordered if e.startswith("re:")]
+        self._regexes = [e for e in ordered if e.startswith("re:")]
 
     def first(
         self, name: str, class_names: Sequence[str], fused: FusedNames | None = None
@@ -99,8 +100,8 @@ class Patterns:
         exact = [member for member in members if member in self._names]
         if exact:
             return min(exact)
-        for entry, regex in self._regexes:
-            if any(regex.match(member) for member in members):
+        for entry in self._regexes:
+            if any(matches_regex(entry, member) for member in members):
                 return entry
         return min((c for c in class_names if c in self._names), default=None)
 
@@ -228,9 +229,11 @@ def _parse_group(name: str, entry: Any, default: Any) -> Group:  # noqa: ANN401 
         scheme = NAMED_SCHEMES.get(name.upper())
         if scheme is None:
             raise UnsupportedVariant(f"preset `{name}` of the quantization config is not read")
-        weights = None if scheme.weight is None else weight_arguments(scheme.weight)
-        inputs = input_arguments(scheme.input)
-        entry = {"targets": entry, "weights": weights, "input_activations": inputs}
+        entry = {
+            "targets": entry,
+            "weights": None if scheme.weight is None else weight_arguments(scheme.weight),
+            "input_activations": input_arguments(scheme.input),
+        }
     entry = _object(entry, f"group `{name}`")
     targets = _patterns(entry.get("targets"), f"`targets` in group `{name}`")
     if entry.get("weights") is None:  # inputs, outputs or the key/value cache only

@@ -49,14 +49,15 @@ def layout(scheme: Scheme, shape: tuple[int, int], scale_dtype: torch.dtype) -> 
     grid_shape = blocks if weight.granularity != "tensor" else (1,)
     scale = Leaf(_SCALE_DTYPES.get(weight.scale, scale_dtype), grid_shape)
     bits = weight.grid.bits
-    leaves = {"weight_scale": scale}
     if format_name == PACKED:
-        leaves["weight_packed"] = Leaf(torch.int32, (rows, words_dense(columns, bits)))
-        leaves["weight_shape"] = Leaf(torch.int64, (2,))
+        leaves = {"weight_packed": Leaf(torch.int32, (rows, words_dense(columns, bits)))}
     elif format_name in (NVFP4, MXFP4, MXFP6):
-        leaves["weight_packed"] = Leaf(torch.uint8, (rows, columns * bits // 8))
+        leaves = {"weight_packed": Leaf(torch.uint8, (rows, columns * bits // 8))}
     else:
-        leaves["weight"] = Leaf(weight.grid.storage, shape)
+        leaves = {"weight": Leaf(weight.grid.storage, shape)}
+    leaves["weight_scale"] = scale
+    if format_name == PACKED:
+        leaves["weight_shape"] = Leaf(torch.int64, (2,))
     if format_name == NVFP4:
         leaves["weight_global_scale"] = Leaf(torch.float32, (1,))
     if not weight.symmetric:

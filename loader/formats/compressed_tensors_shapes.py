@@ -49,7 +49,8 @@ def checked_weight(
         FormatMismatch: A dtype or a shape does not fit.
         UnsupportedVariant: The weight has not two dimensions.
     """
-    because = f"config group `{group.name}` says `{group.format}` {group.scheme}"
+    bits = weight_of(group.scheme).grid.bits
+    because = f"config group `{group.name}` says {bits} bits, {group.scheme}, `{group.format}`"
     _check_leaves(leaves, group, because)
     shape = _checked_codes(leaves, group, read_shape, because)
     scheme = _checked_scale(leaves, group, shape, because)

@@ -16,7 +16,7 @@ from quantload.quant.qtensor import QuantTensor
 # Leaves that only quantized modules have, whatever their dtype.
 _QUANTIZED_LEAF = re.compile(
     r"\.(\w+_packed|weight_scale(_inv)?|weight_zero_point|weight_global_scale|weight_g_idx|qweight|"
-    r"qzeros|scales|g_idx|SCB|W_q|(nested_)?absmax|(nested_)?quant_map|quant_state\.\w+|weight_format|"
+    r"qzeros|scales|g_idx|SCB|W_q|_\w+_qdata|(nested_)?absmax|(nested_)?quant_map|quant_state\.\w+|weight_format|"
     r"weight\.(_data(\._data)?|_scale|_shift)|\w+_blocks|\w+_scales)$"
 )
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)

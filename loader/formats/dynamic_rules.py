@@ -37,15 +37,18 @@ class Rule:
     def says_of(self, names: Sequence[str]) -> ConfigSays:
         """Return what the rule says of a module that it matches."""
         pattern = self.pattern.pattern
-        is_exact = any(pattern in (name, re.escape(name), f"^{name}$") for name in names)
+        bare = pattern.removeprefix("^").removesuffix("$")
+        is_exact = any(bare in (name, re.escape(name)) for name in names)
         return ConfigSays(self.overrides is not None, f"dynamic: {self.key}", is_exact)
 
 
 def first_rule(rules: Sequence[Rule], names: Sequence[str]) -> Rule | None:
     """Return the rule that decides on a module with these names; None if none does."""
-    for rule in rules:
-        if any(rule.pattern.match(name) for name in names):
-            return rule
+    for rule in rules:  # plain loops: there are as many modules as a model has experts
+        match = rule.pattern.match
+        for name in names:
+            if match(name):
+                return rule
     return None
 
 

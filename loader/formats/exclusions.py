@@ -86,17 +86,20 @@ class Exclusions:
 
     def _matches(self, module: str) -> Iterator[str]:
         for name in _own_names(module):
-            # Text at the end of a name counts for transformers without regard to components.
-            ends = (name[-length:] for length in self._lengths if length <= len(name))
-            yield from (self._plain[end] for end in ends if end in self._plain)
+            for length in self._lengths:
+                # Text at the end of a name counts for transformers without regard to components.
+                if length <= len(name) and name[-length:] in self._plain:
+                    yield self._plain[name[-length:]]
             for spelled in names_of(name):
-                if self._plain:
-                    parts = spelled.split(".")
-                    starts = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
-                    yield from (self._plain[start] for start in starts if start in self._plain)
-                for entry, pattern in self._patterns:
-                    if _is_match(entry, pattern, spelled):
-                        yield entry
+                yield from self._matches_start(spelled)
+
+    def _matches_start(self, name: str) -> Iterator[str]:
+        for length in self._lengths:
+            if name[length : length + 1] in (".", "") and name[:length] in self._plain:
+                yield self._plain[name[:length]]
+        for entry, pattern in self._patterns:
+            if _is_match(entry, pattern, name):
+                yield entry
 
 
 def _is_match(entry: str, pattern: re.Pattern[str] | None, name: str) -> bool:

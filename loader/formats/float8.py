@@ -138,7 +138,7 @@ def float8_scheme(
 def _expected(shape: tuple[int, int], block: Block | None) -> str:
     if block is None:
         return f"`(1,)` or `({shape[0]}, 1)` without a block size"
-    return f"`({-(-shape[0] // block[0])}, {-(-shape[1] // block[1])}) in blocks of `{block}`"
+    return f"`({-(-shape[0] // block[0])}, {-(-shape[1] // block[1])})` in blocks of `{block}`"
 
 
 def _encoding(weight: WeightScheme, scale: TensorEntry) -> str:

@@ -63,6 +63,7 @@ from quantload.quant.qtensor import Evaluation, QuantTensor
 
 _BOUND_LEAVES = ("input_scale_ub", "activation_scale_ub")
 _LEAVES = ("weight", *SCALE_LEAVES, *INPUT_SCALE_LEAVES, *_BOUND_LEAVES)
+_USUAL_LEAVES = {"qscale_act": "input_scale"}
 # What one scale is for, by `weight_scale_method`.
 _GRANULARITIES = {"tensor": ("tensor",), "row": ("channel",), "block": ("block", "group")}
 _CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
@@ -83,6 +84,7 @@ class Fp8Reader(Reader):
         self._config = parse_config(checkpoint)
         self._model_dtype = config_dtype(checkpoint.config)
         self._evaluation = _evaluation(self._config, self._model_dtype)
+        self._dtype = self._evaluation.result or self._evaluation.dtype
         self._is_scale_a_scale = True
         if any(name.endswith(_CACHE_SCALES) for name in self.checkpoint.tensors):
             self.cache_scheme = _CACHE_SCHEME
@@ -110,7 +112,7 @@ class Fp8Reader(Reader):
             block=self._config.block,
             input=self._config.input_of(self._config.block),
             decided_by=f"quant_method: {self._config.method}",
-            dtype=self._evaluation.result or self._evaluation.dtype,
+            dtype=self._dtype,
         )
 
     def _check_agreement(self, found: Mapping[str, SourceWeight]) -> None:
@@ -186,15 +188,21 @@ class Fp8Reader(Reader):
             input=self._config.input_of(block),
             decided_by=f"quant_method: {self._config.method}",
             grid=self._config.grid,
+            dtype=self._dtype,
         )
         self._check_method(weight, scale)
-        return replace(weight, dtype=self._evaluation.result or self._evaluation.dtype)
+        if not _USUAL_LEAVES.keys() & leaves.entries.keys():
+            return weight
+        named = {_USUAL_LEAVES.get(leaf, leaf): name for leaf, name in weight.leaves.items()}
+        return replace(weight, leaves=named)
 
     def _block_of(self, weight: TensorEntry, scale: TensorEntry) -> tuple[int, int] | None:
         if self._config.is_block_stated or len(weight.shape) != 2:
             return self._config.block
         shape = weight.shape[0], weight.shape[1]
-        return None if float8_scheme(shape, scale.shape, None) else DEFAULT_BLOCK
+        has_blocks = not float8_scheme(shape, scale.shape, None)
+        fits = float8_scheme(shape, scale.shape, DEFAULT_BLOCK) is not None
+        return DEFAULT_BLOCK if has_blocks and fits else None
 
     def _check_method(self, weight: SourceWeight, scale: TensorEntry) -> None:
         assert weight.scheme is not None, "an FP8 weight has a scheme"

@@ -27,6 +27,7 @@ from quantload.loader.formats.float8 import (
     EXPONENT_DTYPES,
     FLOAT8_GRIDS,
     SCALE_DTYPES,
+    SCALE_LEAVES,
     Block,
     as_scale,
     refuse_lost_scales,
@@ -68,9 +69,31 @@ def expert_weights(checkpoint: Checkpoint, facts: ExpertsFacts) -> Iterator[Sour
         FormatMismatch: Parameter and scale do not fit each other.
     """
     for entry in checkpoint.tensors.values():
+        _refuse_lone_scale(entry, checkpoint)
         is_weight = entry.name.endswith(".weight")
         if len(entry.shape) == 3 and entry.dtype in FLOAT8_GRIDS and not is_weight:
             yield _describe(entry, checkpoint, facts)
+
+
+def _refuse_lone_scale(entry: TensorEntry, checkpoint: Checkpoint) -> None:
+    module, _, leaf = entry.name.rpartition(".")
+    if not module.endswith("experts") or leaf in SCALE_LEAVES:
+        return
+    if not leaf.endswith(_SCALES) or leaf.endswith(_INPUT_SCALES):
+        return
+    ending = max((end for end in _SCALES if leaf.endswith(end)), key=len)
+    parameter = checkpoint.tensors.get(entry.name.removesuffix(ending))
+    if parameter is None:
+        raise MissingTensor(
+            f"tensor `{entry.name.removesuffix(ending)}` is missing in `{checkpoint.name}`: "
+            f"`{entry.name}` is a scale of it"
+        )
+    if parameter.dtype not in FLOAT8_GRIDS:
+        raise FormatMismatch(
+            f"tensor `{parameter.name}` is `{parameter.dtype}`, expected FP8 beside its scale "
+            f"`{entry.name}`, in `{checkpoint.name}`",
+            hint="codes were cast, or the scale is left over from another export",
+        )
 
 
 def _describe(entry: TensorEntry, checkpoint: Checkpoint, facts: ExpertsFacts) -> SourceWeight:

@@ -145,7 +145,16 @@ def _weight(entry: TensorEntry) -> SourceWeight | None:
         parameter="" if entry.name.endswith(".weight") else entry.name,
         experts=experts,
         is_transposed=is_transposed,
+        obstacle=_obstacle(entry),
     )
+
+
+def _obstacle(entry: TensorEntry) -> str:
+    if entry.block_type and not _BLOCK_TYPES[entry.block_type].is_canonical:
+        return "its scales have levels, or its values are those of a codebook"
+    if isinstance(entry, GgufEntry) and entry.late_steps:
+        return "its decoded values are changed"
+    return ""
 
 
 def decode_rows(stored: Tensor, type_name: str) -> QuantTensor | Tensor:
@@ -197,6 +206,7 @@ def block_scheme(type_name: str) -> Scheme:
             granularity="group",
             group_size=block_type.group_size,
             symmetric=not block_type.has_offset,
+            zero="offset" if block_type.has_offset else "int",
         ),
     )
 

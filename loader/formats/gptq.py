@@ -51,23 +51,21 @@ class GptqReader(Reader):
         for module, leaves in by_module(self.checkpoint, GPTQ_LEAVES).items():
             is_packed = "qweight" in leaves or "scales" in leaves or "qzeros" in leaves
             weight = None
+            rule = self._config.rule_of(module)
+            says = self._config.says_of(module, rule)
             if is_packed:
-                said[module] = self._config.says_of(module)
-                weight = self._describe(leaves, said[module].entry)
+                weight = self._describe(leaves, self._config.layout_of(module, rule), says.entry)
             elif "weight" in leaves:
                 weight = dense_weight(leaves["weight"])
-                said[module] = self._config.says_of(module)
             if weight is not None:
-                found[module] = weight
-                stored[module] = is_packed
+                found[module], said[module], stored[module] = weight, says, is_packed
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
         refuse_leftovers(
             self.checkpoint, (name for weight in found.values() for name in weight.leaves.values())
         )
         return found
 
-    def _describe(self, leaves: ModuleLeaves, entry: str) -> SourceWeight:
-        layout = self._config.layout_of(leaves.module)
+    def _describe(self, leaves: ModuleLeaves, layout: GptqLayout, entry: str) -> SourceWeight:
         self._layouts[leaves.module] = layout
         weight = gptq_weight(leaves, layout, decided_by=entry, dtype=self._dtype)
         if layout.desc_act and leaves["scales"].shape[0] > 1:

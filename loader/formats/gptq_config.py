@@ -33,7 +33,7 @@ from quantload.loader.formats.config_values import (
 )
 from quantload.loader.formats.dynamic_rules import Rule, first_rule, parse_rules
 from quantload.loader.formats.gptq_layout import GPTQ_BITS, GptqLayout
-from quantload.loader.formats.matching import names_of
+from quantload.loader.formats.matching import matches_substring, names_of
 
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0, "gptq_p": 0}
 _SPLIT_BITS = (5, 6, 7)  # are always planar
@@ -63,28 +63,31 @@ class GptqConfig:
     producer: tuple[int, ...]
     checkpoint_name: str
 
-    def says_of(self, module: str) -> ConfigSays:
-        """Return what the config says of a module."""
+    def rule_of(self, module: str) -> Rule | None:
+        """Return the rule of `dynamic` that decides on a module; None if none does."""
+        return first_rule(self.rules, names_of(module)) if self.rules else None
+
+    def says_of(self, module: str, rule: Rule | None) -> ConfigSays:
+        """Return what the config says of a module, whose rule is `rule_of` it."""
         names = names_of(module)
-        rule = first_rule(self.rules, names)
         if rule is not None:
             return rule.says_of(names)
         if module.rpartition(".")[2] == "lm_head":
             return ConfigSays(self.has_quantized_head, f"lm_head: {self.has_quantized_head}")
         if not self.parts:
             return ConfigSays(_BLOCK.search(module) is not None, "all linear layers in blocks")
-        part = next((p for p in self.parts if any(p in name for name in names)), None)
+        joined = "\n".join(names)
+        part = next((part for part in self.parts if matches_substring(part, joined)), None)
         if part is None:
             return ConfigSays(False, "modules_in_block_to_quantize")
         return ConfigSays(True, f"modules_in_block_to_quantize: {part}", part in names)
 
-    def layout_of(self, module: str) -> GptqLayout:
-        """Return how a module is packed if it is quantized.
+    def layout_of(self, module: str, rule: Rule | None) -> GptqLayout:
+        """Return how a module, whose rule is `rule_of` it, is packed if it is quantized.
 
         Raises:
             UnsupportedVariant: Zero points that GPTQModel damaged.
         """
-        rule = first_rule(self.rules, names_of(module))
         values = {
             "bits": self.layout.bits,
             "group_size": self.layout.group_size,

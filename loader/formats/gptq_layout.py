@@ -201,10 +201,12 @@ def decode_gptq(
 
     Raises:
         NonFiniteWeight: A scale is NaN or infinity.
-        FormatMismatch: Zero points or groups are not those of the layout.
+        FormatMismatch: Zero points, groups or idle bits are not those of the layout.
     """
     rows, columns = weight.shape
-    codes = signed(_unpack(_transposed(parts["qweight"]), layout, columns), layout.bits)
+    words = _transposed(parts["qweight"])
+    _check_idle_bits(words, weight, layout, checkpoint_name)
+    codes = signed(_unpack(words, layout, columns), layout.bits)
     scale = _transposed(parts["scales"])
     check_scales(scale, codes, weight.leaves["scales"], checkpoint_name)
     zero = None
@@ -230,6 +232,19 @@ def decode_gptq(
         group_of=group_of,
         evaluation=Evaluation(weight.dtype),
     )
+
+
+def _check_idle_bits(
+    words: Tensor, weight: SourceWeight, layout: GptqLayout, checkpoint_name: str
+) -> None:
+    """Refuse codes after the last column: then there are more columns than `g_idx` has groups."""
+    columns = weight.shape[1]
+    count = words.shape[1] * 32 // layout.bits
+    if count > columns and bool(_unpack(words, layout, count)[:, columns:].any()):
+        raise FormatMismatch(
+            f"tensor `{weight.leaves['qweight']}` has codes for more than {columns} columns, the "
+            f"length of `{weight.leaves['g_idx']}`, in `{checkpoint_name}`"
+        )
 
 
 def read_groups(

@@ -84,7 +84,7 @@ class _Stored:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """dtype of evaluation."""
+        """The dtype of evaluation."""
         if self.meta.compute_dtype is not None:
             return self.meta.compute_dtype
         scale = self.leaves.entries.get("scale")
@@ -207,8 +207,8 @@ class HqqReader(Reader):
         meta = stored.meta
         if stored.inner:
             raise UnsupportedVariant(
-                f"tensor `{stored.leaves['zero_scale'].name}` holds scales that are quantized again "
-                f"and stacked, expected `scale_q` and `zero_q`, in `{self.checkpoint.name}`",
+                f"tensor `{stored.leaves['zero_scale'].name}` holds scales that are quantized "
+                f"again and stacked, expected `scale_q` and `zero_q`, in `{self.checkpoint.name}`",
                 hint="quantize with `offload_meta=False`",
             )
         shapes = [(2, *shape) for shape in meta.scale_shapes]

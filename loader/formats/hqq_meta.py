@@ -44,8 +44,10 @@ _PACKINGS = {
     "2bit_u8": Packing(2, 4, torch.uint8),
     "1bit_u8": Packing(1, 8, torch.uint8),
 }
-_PACKING_OF = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8"}
-_PACKING_OF_BITS: dict[float, str] = {**_PACKING_OF, 1.58: "2bit_u8", 1: "1bit_u8"}
+_PACKING_OF: dict[float, str] = {
+    **{8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_32"},
+    **{2: "2bit_u8", 1.58: "2bit_u8", 1: "1bit_u8"},
+}
 SCALARS = (
     *("nbits", "group_size", "axis", "shape", "packing", "view_as_float", "channel_wise"),
     *("compute_dtype", "quant_scale", "quant_zero"),
@@ -163,11 +165,11 @@ def parse_meta(
             raise MissingTensor(f"`{key}` is missing beside the HQQ weight of {where}")
     nbits, shape = content["nbits"], content["shape"]
     packing = content["packing"]
-    if not _is_number(nbits) or nbits not in _PACKING_OF_BITS:
+    if not _is_number(nbits) or nbits not in _PACKING_OF:
         raise _wrong("nbits", nbits, "8, 6, 5, 4, 3, 2, 1.58 or 1", where)
-    if not isinstance(packing, str) or packing != _PACKING_OF_BITS[nbits]:
+    if not isinstance(packing, str) or packing != _PACKING_OF[nbits]:
         raise UnsupportedVariant(
-            f"`packing` is `{packing}`, expected `{_PACKING_OF_BITS[nbits]}` for {nbits} bits, "
+            f"`packing` is `{packing}`, expected `{_PACKING_OF[nbits]}` for {nbits} bits, "
             f"beside the HQQ weight of {where}"
         )
     if not isinstance(shape, list) or len(shape) != 2 or not all(_is_count(s) for s in shape):

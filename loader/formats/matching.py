@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from functools import cache
 
 # Before the names of the base language model, longest first; and how those names start.
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -34,12 +35,12 @@ def matches_exact(pattern: str, name: str) -> bool:
 
 def matches_regex(pattern: str, name: str) -> bool:
     """The pattern reads `re:...`, anchored at the start and open at the end (`re.match`)."""
-    return pattern.startswith("re:") and re.match(pattern[3:], name) is not None
+    return pattern.startswith("re:") and _compiled(pattern[3:]).match(name) is not None
 
 
 def matches_whole_regex(pattern: str, name: str) -> bool:
     """The pattern reads `re:...` and matches the whole name (`re.fullmatch`)."""
-    return pattern.startswith("re:") and re.fullmatch(pattern[3:], name) is not None
+    return pattern.startswith("re:") and _compiled(pattern[3:]).fullmatch(name) is not None
 
 
 def matches_class(pattern: str, class_names: Iterable[str]) -> bool:
@@ -74,7 +75,7 @@ def matches_glob(pattern: str, name: str) -> bool:
 
 def matches_start(pattern: str, name: str) -> bool:
     """The pattern is a regular expression that matches at the start of the name (`re.match`)."""
-    return re.match(pattern, name) is not None
+    return _compiled(pattern).match(name) is not None
 
 
 def matches_transformers(pattern: str, name: str) -> bool:
@@ -85,7 +86,13 @@ def matches_transformers(pattern: str, name: str) -> bool:
     name is compared without regard to components.
     """
     boundary = r"(?:(?<=\.)|(?=\.|$))"
-    return name.endswith(pattern) or re.match(rf"(?:{pattern}){boundary}", name) is not None
+    return name.endswith(pattern) or _compiled(rf"(?:{pattern}){boundary}").match(name) is not None
+
+
+@cache
+def _compiled(regex: str) -> re.Pattern[str]:
+    # NOTE: `re` keeps 512 patterns; a config with one for each module would compile them all anew
+    return re.compile(regex)
 
 
 def names_of(module: str) -> tuple[str, ...]:

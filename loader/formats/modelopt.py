@@ -106,12 +106,13 @@ class ModelOptReader(Reader):
             weight = self._describe(leaves, said) if is_stored else dense_weight(entry)
             if weight is not None:
                 found[module] = weight
-                said.setdefault(module, self._config.of_module(module)[0])
+                if not is_stored:
+                    said[module] = self._config.of_module(module)[0]
         for leaves in expert_leaves(self.checkpoint):
             said[leaves.module], algorithm = self._config.of_module(leaves.module)
             algorithm = algorithm or self._fitting(leaves, describe_experts)
-            entry = said[leaves.module].entry
-            found[leaves.module] = describe_experts(leaves, algorithm, entry)
+            decided_by = said[leaves.module].entry
+            found[leaves.module] = describe_experts(leaves, algorithm, decided_by)
         stored = {module: weight.is_quantized for module, weight in found.items()}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
         refuse_leftovers(

@@ -18,15 +18,14 @@ Source: `export/convert_hf_config.py` and `export/quant_utils.py` of ModelOpt 0.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fnmatch import translate
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quantload.errors import FormatMismatch, UnsupportedVariant, listed
 from quantload.loader.formats.agreement import ConfigSays
 from quantload.loader.formats.matching import names_of
+from quantload.loader.formats.patterns import Patterns
 from quantload.quant.grid import E2M1, E4M3, INT8
 from quantload.quant.scheme import InputScheme
 
@@ -102,20 +101,9 @@ class ModelOptConfig:
 
     default: Algorithm | None
     layers: Mapping[str, Algorithm]
-    excluded: tuple[str, ...]
+    excluded: Patterns
     cache_scheme: Mapping[str, Any] | None
     is_mixed: bool
-    _names: frozenset[str] = field(init=False, repr=False)
-    _globs: Sequence[tuple[str, re.Pattern[str]]] = field(init=False, repr=False)
-    _any_glob: re.Pattern[str] | None = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        globs = [entry for entry in self.excluded if any(sign in entry for sign in "*?[")]
-        compiled = tuple((entry, re.compile(translate(entry))) for entry in globs)
-        together = re.compile("|".join(map(translate, globs))) if globs else None
-        object.__setattr__(self, "_names", frozenset(self.excluded))
-        object.__setattr__(self, "_globs", compiled)
-        object.__setattr__(self, "_any_glob", together)
 
     def of_module(self, module: str) -> tuple[ConfigSays, Algorithm | None]:
         """Return what the config says of a module, and the algorithm that it has if it is stored.
@@ -123,21 +111,13 @@ class ModelOptConfig:
         The algorithm of an excluded module is that of all others.
         """
         names = names_of(module)
-        entry = self._excluded_by(names)
-        if entry:
+        entry = self.excluded.first(names)
+        if entry is not None:
             return ConfigSays(False, f"exclude_modules: {entry}"), self.fallback()
         if self.is_mixed:
             return self._listed(names)
         says = ConfigSays(self.default is not None, "quant_algo")
         return says, self.default
-
-    def _excluded_by(self, names: Sequence[str]) -> str:
-        for name in names:
-            if name in self._names:
-                return name
-            if self._any_glob is not None and self._any_glob.match(name):
-                return next(entry for entry, glob in self._globs if glob.match(name))
-        return ""
 
     def _listed(self, names: Sequence[str]) -> tuple[ConfigSays, Algorithm | None]:
         for name in names:
@@ -224,13 +204,16 @@ def parse_config(
     return ModelOptConfig(
         default=default,
         layers=_layers(layers) if is_mixed else {},
-        excluded=_excluded(details),
+        excluded=Patterns(_excluded(details)),
         cache_scheme=_cache_scheme(details),
         is_mixed=is_mixed,
     )
 
 
 def _object(value: Any, key: str) -> Mapping[str, Any]:  # noqa: ANN401 - JSON
+    """Check an object; null is an empty one."""
+    if value is None:
+        return {}
     if not isinstance(value, Mapping):
         raise FormatMismatch(
             f"`{key}` of the ModelOpt quantization config is `{value!r}`, expected an object"
@@ -288,7 +271,7 @@ def _number(value: Any, where: str) -> int | None:  # noqa: ANN401 - JSON
 
 
 def _groups(details: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    groups = _object(details.get("config_groups") or {}, "config_groups")
+    groups = _object(details.get("config_groups"), "config_groups")
     return [_object(group, f"config_groups: {name}") for name, group in groups.items()]
 
 
@@ -298,7 +281,7 @@ def _group_size(details: Mapping[str, Any]) -> int | None:
         return stated
     found = set()
     for group in _groups(details):
-        weights = _object(group.get("weights") or {}, "weights")
+        weights = _object(group.get("weights"), "weights")
         found.add(_number(weights.get("group_size"), "config_groups"))
     return found.pop() if len(found) == 1 else None
 
@@ -338,13 +321,14 @@ def _excluded(details: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _cache_scheme(details: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    stated = details.get("kv_cache_quant_algo") or details.get("kv_cache_scheme")
-    if isinstance(stated, Mapping):
+    stated = details.get("kv_cache_quant_algo")
+    stated = details.get("kv_cache_scheme") if stated is None else stated
+    if isinstance(stated, Mapping) and stated:
         bits, kind = stated.get("num_bits"), stated.get("type")
         names = [n for n, s in _CACHE.items() if (s["num_bits"], s["type"]) == (bits, kind)]
         name = names[0] if names else f"{bits}-bit {kind}"
     else:
-        name = _name(stated, "kv_cache_quant_algo")
+        name = _name(None if stated == {} else stated, "kv_cache_quant_algo")
     if not name:
         return None
     if name not in _CACHE:

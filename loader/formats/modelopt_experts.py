@@ -25,8 +25,8 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, UnsupportedVariant
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.modelopt_config import Algorithm
+from quantload.loader.formats.modelopt_layouts import read_finite
 from quantload.loader.formats.module_leaves import ModuleLeaves
 from quantload.loader.safetensors_header import NAMES
 from quantload.loader.source import FLOAT_DTYPES, SourceWeight
@@ -91,7 +91,7 @@ def describe_experts(leaves: ModuleLeaves, algorithm: Algorithm, decided_by: str
     experts = codes.shape[0]
     for leaf in ("weight_scale_2", "input_scale"):
         if leaf in leaves:
-            shapes = ((), (1,), *_of_experts(experts))
+            shapes = ((), *_of_experts(experts))
             leaves.expect(leaf, dtypes=FLOAT_DTYPES, shapes=shapes, because=because)
     shape, weight, is_transposed = fits[0]
     names = leaves.names
@@ -118,7 +118,7 @@ def _of_experts(experts: int) -> tuple[tuple[int, ...], ...]:
 
 def _fp8_fits(codes: tuple[int, ...], scale: tuple[int, ...], _: Algorithm) -> Iterator[_Fit]:
     experts, rows, columns = codes
-    if scale in ((), (1,), *_of_experts(experts)):
+    if scale in ((), *_of_experts(experts)):
         yield (rows, columns), WeightScheme(grid=E4M3, granularity="tensor"), False
         return
     by_row = WeightScheme(grid=E4M3, granularity="channel")
@@ -135,9 +135,9 @@ def _fp4_fits(
     sizes = algorithm.group_sizes if algorithm.group_size is None else (algorithm.group_size,)
     for size in sizes:
         weight = WeightScheme(grid=E2M1, granularity="group", group_size=size, scale="e4m3")
-        if scale == (experts, first, 2 * second / size):
+        if not 2 * second % size and scale == (experts, first, 2 * second // size):
             yield (first, 2 * second), weight, False
-        if scale == (experts, 2 * first / size, second):
+        if not 2 * first % size and scale == (experts, 2 * first // size, second):
             yield (second, 2 * first), weight, True
 
 
@@ -146,12 +146,11 @@ def read_experts(checkpoint: Checkpoint, weight: SourceWeight) -> QuantTensor:
 
     Raises:
         NonFiniteWeight: A tensor holds NaN or infinity.
+        FormatMismatch: A scale is zero everywhere.
     """
     assert weight.scheme is not None, "a quantized weight has a scheme"
     assert weight.scheme.weight is not None, "a quantized weight has a weight scheme"
-    parts = {leaf: checkpoint.read(name) for leaf, name in weight.leaves.items()}
-    for leaf, part in parts.items():
-        refuse_nonfinite(part, weight.leaves[leaf], checkpoint.name)
+    parts = {leaf: read_finite(checkpoint, name) for leaf, name in weight.leaves.items()}
     scheme, (rows, columns), experts = weight.scheme.weight, weight.shape, weight.experts
     codes, scale = parts["weight"], parts["weight_scale"]
     if weight.is_transposed:

@@ -171,7 +171,7 @@ def quantized_part(checkpoint: Checkpoint, weight: SourceWeight) -> QuantTensor:
     assert weight.scheme is not None, "a quantized weight has a scheme"
     assert weight.scheme.weight is not None, "a quantized weight has a weight scheme"
     parts = {
-        leaf: _read(checkpoint, name)
+        leaf: read_finite(checkpoint, name)
         for leaf, name in weight.leaves.items()
         if not leaf.startswith("svdquant")
     }
@@ -190,7 +190,13 @@ def quantized_part(checkpoint: Checkpoint, weight: SourceWeight) -> QuantTensor:
     )
 
 
-def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+def read_finite(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read a tensor of a quantized weight.
+
+    Raises:
+        NonFiniteWeight: It holds NaN or infinity.
+        FormatMismatch: It is a float, and zero everywhere.
+    """
     tensor = checkpoint.read(name)
     refuse_nonfinite(
         as_scale(tensor) if name.endswith("weight_scale") else tensor, name, checkpoint.name

@@ -95,7 +95,7 @@ class Mxfp4Reader(Reader):
             scheme=scheme_of(MXFP4, None),
             encoding=f"e2m1, groups of {GROUP_SIZE}, scales E8M0",
             dtype=torch.bfloat16,
-            leaves={"blocks": blocks.name, "scales": scales.name},
+            leaves={"weight_blocks": blocks.name, "weight_scales": scales.name},
             decided_by="quant_method: mxfp4",
             parameter=parameter,
             experts=experts,
@@ -125,10 +125,10 @@ class Mxfp4Reader(Reader):
         """Read a weight: [E * N, K] of experts, canonical; float [N, K] of others."""
         if weight.scheme is None:
             return self.checkpoint.read(weight.leaves["weight"])
-        scales = as_scale(self.checkpoint.read(weight.leaves["scales"]))
-        refuse_nonfinite(scales, weight.leaves["scales"], self.checkpoint.name)
+        scales = as_scale(self.checkpoint.read(weight.leaves["weight_scales"]))
+        refuse_nonfinite(scales, weight.leaves["weight_scales"], self.checkpoint.name)
         rows = weight.experts * weight.shape[0]
-        blocks = self.checkpoint.read(weight.leaves["blocks"])
+        blocks = self.checkpoint.read(weight.leaves["weight_blocks"])
         return decode_fp4(blocks.reshape(rows, -1), scales.reshape(rows, -1))
 
 

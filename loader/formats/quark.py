@@ -94,10 +94,11 @@ class QuarkReader(Reader):
                 )
             entry = leaves["weight"]
             is_stored = len(leaves.entries) > 1 or entry.dtype not in FLOAT_DTYPES
-            weight = self._describe(leaves) if is_stored else dense_weight(entry)
+            weight = self._describe(leaves, said) if is_stored else dense_weight(entry)
             if weight is not None:
                 found[module] = weight
-                said[module] = self._config.of_module(module)[0]
+                if not is_stored:
+                    said[module] = self._config.of_module(module)[0]
         stored = {module: weight.is_quantized for module, weight in found.items()}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
         refuse_leftovers(
@@ -106,8 +107,9 @@ class QuarkReader(Reader):
         refuse_unknown_parts(self.checkpoint, found)
         return found
 
-    def _describe(self, leaves: ModuleLeaves) -> SourceWeight:
+    def _describe(self, leaves: ModuleLeaves, said: dict[str, ConfigSays]) -> SourceWeight:
         says, layer = self._config.of_module(leaves.module)
+        said[leaves.module] = says
         if layer.weight is None:
             raise FormatMismatch(
                 f"module `{leaves.module}` is quantized in the files, with {listed(leaves.entries)}"

@@ -29,13 +29,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
 
 from quantload.errors import FormatMismatch, UnsupportedVariant, listed
 from quantload.loader.formats.agreement import ConfigSays
 from quantload.loader.formats.matching import names_of
+from quantload.loader.formats.patterns import Patterns
 from quantload.loader.formats.quark_spec import Spec, parse_input, parse_weight
 from quantload.quant.scheme import InputScheme
 
@@ -56,55 +57,6 @@ class LayerConfig:
 
     weight: Spec | None
     input: InputScheme | None
-
-
-@dataclass(frozen=True)
-class Patterns:
-    """Names and globs, of which the first that matches decides.
-
-    Args:
-        entries: As they stand in the config.
-        with_regexes: True if entries that start with `re:` are regular expressions.
-    """
-
-    entries: tuple[str, ...]
-    with_regexes: bool = False
-    _names: Mapping[str, int] = field(init=False, repr=False)
-    _others: Sequence[tuple[int, re.Pattern[str]]] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        names: dict[str, int] = {}
-        others = []
-        for number, entry in enumerate(self.entries):
-            if self.with_regexes and entry.startswith("re:"):
-                others.append((number, _compiled(entry)))
-            elif any(sign in entry for sign in "*?["):
-                others.append((number, re.compile(translate(entry))))
-            else:
-                names.setdefault(entry, number)
-        object.__setattr__(self, "_names", names)
-        object.__setattr__(self, "_others", tuple(others))
-
-    def first(self, names: Sequence[str]) -> str | None:
-        """Return the first entry that matches one of the names of a module."""
-        found = [self._names[name] for name in names if name in self._names]
-        end = min(found, default=len(self.entries))
-        for number, pattern in self._others:
-            if number > end:
-                break
-            if any(pattern.match(name) for name in names):
-                return self.entries[number]
-        return self.entries[end] if found else None
-
-
-def _compiled(entry: str) -> re.Pattern[str]:
-    try:
-        return re.compile(entry[3:])
-    except re.error as error:
-        raise FormatMismatch(
-            f"`{entry}` in `exclude` of the Quark quantization config is not a regular expression: "
-            f"{error}"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -160,19 +112,19 @@ def parse_config(config: Mapping[str, Any]) -> QuarkConfig:
         FormatMismatch: It is malformed.
     """
     _refuse_rotations(config.get("algo_config"))
-    export = _object(config.get("export") or {}, "export")
+    export = _object(config.get("export"), "export")
     pack_method = export.get("pack_method", "reorder")
     if pack_method not in _PACK_METHODS:
         raise UnsupportedVariant(
             f"Quark `pack_method` `{pack_method!r}` is not read; expected {listed(_PACK_METHODS)}"
         )
     group = _strings(export.get("kv_cache_group"), "export.kv_cache_group")
-    cached = _object(config.get("kv_cache_quant_config") or {}, "kv_cache_quant_config")
-    layers = _object(config.get("layer_quant_config") or {}, "layer_quant_config")
-    classes = _object(config.get("layer_type_quant_config") or {}, "layer_type_quant_config")
+    cached = _object(config.get("kv_cache_quant_config"), "kv_cache_quant_config")
+    layers = _object(config.get("layer_quant_config"), "layer_quant_config")
+    classes = _object(config.get("layer_type_quant_config"), "layer_type_quant_config")
     caching = {name for name in layers if _is_of_cache(name, group, cached)}
     return QuarkConfig(
-        everything=_layer(config.get("global_quant_config") or {}, "global_quant_config"),
+        everything=_layer(config.get("global_quant_config"), "global_quant_config"),
         by_class={
             _class_name(name): _layer(entry, f"layer_type_quant_config: {name}")
             for name, entry in classes.items()
@@ -189,6 +141,9 @@ def parse_config(config: Mapping[str, Any]) -> QuarkConfig:
 
 
 def _object(value: Any, key: str) -> Mapping[str, Any]:  # noqa: ANN401 - JSON
+    """Check an object; null is an empty one."""
+    if value is None:
+        return {}
     if not isinstance(value, Mapping):
         raise FormatMismatch(
             f"`{key}` of the Quark quantization config is `{value!r}`, expected an object"
@@ -271,7 +226,7 @@ def _refuse_rotations(algorithms: Any) -> None:  # noqa: ANN401 - JSON
         entry = _object(entry, "algo_config")
         if entry.get("name") not in _ROTATIONS:
             continue
-        online = _object(entry.get("online_config") or {}, "algo_config.online_config")
+        online = _object(entry.get("online_config"), "algo_config.online_config")
         found = [key for key in _ONLINE if entry.get(key)]
         if online.get("online_rotation_layers"):
             found.append("online_rotation_layers")

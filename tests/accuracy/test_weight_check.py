@@ -1,6 +1,7 @@
 """Damage that leaves a layer's error small is found in its rows, or in its elements."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny_checkpoints as tiny
@@ -178,6 +179,18 @@ def test_scales_below_the_range_of_float16(name):
     weight = (torch.randn(256, 256, generator=torch.Generator().manual_seed(3)) * 3e-6).half()
     found = check_quantized(quantize_rtn(weight, scheme.weight), weight, scheme, nearest=True)
     assert "rounded to nearest" not in found.problem
+
+
+def test_steps_of_scales_that_are_divisors():
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    scheme = PRESETS["FP8_DYNAMIC"]
+    found = quantize_rtn(weight, scheme.weight)
+    divided = replace(
+        found, scale=1 / found.scale, evaluation=replace(found.evaluation, values="/")
+    )
+    one, two = (check_quantized(t, weight, scheme, nearest=False) for t in (found, divided))
+    assert not two.problem
+    assert two.max_steps == pytest.approx(one.max_steps, rel=1e-3)
 
 
 def test_a_float32_source_is_cast_before_it_is_held_to_its_step():

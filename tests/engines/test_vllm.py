@@ -23,6 +23,7 @@ from quantload.quant.metrics import kl_divergence
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCHEMES = ["W4A16", "W4A16:g64", "W4A16_ASYM:g64", "W8A8", "FP8_DYNAMIC"]
+EIGHT_BITS = {"W8A8", "FP8_DYNAMIC"}
 PROMPTS = [
     "The capital of France is",
     "Water is made of hydrogen and",
@@ -56,7 +57,7 @@ def in_vllm(python, folder, prompts, new_tokens=1):
         capture_output=True,
         text=True,
         env={**os.environ, **ENVIRONMENT},
-        timeout=900,
+        timeout=1800,
         check=False,
     )
     if done.returncode and "requires AMX tile support" in done.stderr:
@@ -77,10 +78,10 @@ def shared_start(one, two):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_vllm_continues_prompts(vllm_python, tmp_path, scheme):
-    """It knows the capital and can add, and starts most texts as quantload does with the same
-    checkpoint.
+    """It knows the capital, and starts most texts as quantload does with the same checkpoint.
 
-    Not all: both run in bfloat16, and a model of this size has close calls.
+    Not all: both run in bfloat16, and a model of this size has close calls. With 4-bit weights it
+    no longer completes the code rightly.
     """
     folder = tmp_path / "model"
     api.convert(smollm2_file(), folder, scheme)
@@ -88,7 +89,7 @@ def test_vllm_continues_prompts(vllm_python, tmp_path, scheme):
     texts = in_vllm(vllm_python, folder, PROMPTS, new_tokens)
     own = own_texts(folder, new_tokens)
     assert "Paris" in texts[0], texts
-    assert texts[2].startswith(" a + b"), texts
+    assert scheme not in EIGHT_BITS or texts[2].startswith(" a + b"), texts
     alike = [shared_start(text, mine) >= 4 for text, mine in zip(texts, own, strict=True)]
     assert sum(alike) >= 2, (texts, own)
 

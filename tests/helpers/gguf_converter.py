@@ -7,6 +7,7 @@ https://github.com/ggml-org/llama.cpp.
 
 from __future__ import annotations
 
+import copy
 import re
 import tempfile
 from pathlib import Path
@@ -82,8 +83,18 @@ def gguf_tensors(model, architecture: str) -> dict[str, np.ndarray]:
         values = tensor.float().numpy()
         for changed_name, changed in changed_tensors(name, values, config, architecture):
             gguf_name = names.get_name(changed_name, try_suffixes=(".weight", ".bias"))
+            layer = re.search(r"layers\.(\d+)\.router", changed_name)
+            if layer and changed_name.endswith("scale"):  # named by hand in the converter
+                stem = "ffn_down_exps" if "per_expert" in changed_name else "ffn_gate_inp"
+                gguf_name = f"blk.{layer[1]}.{stem}.scale"
             assert gguf_name is not None, changed_name
             found[gguf_name] = np.ascontiguousarray(changed.squeeze())
+    if architecture == "gemma4":
+        part = config.rope_parameters["full_attention"]["partial_rotary_factor"]
+        head = config.per_layer_config[config.layer_types.index("full_attention")].head_dim
+        turning = int(head * part / 2)
+        factors = [1.0] * turning + [1e30] * (head // 2 - turning)
+        found["rope_freqs.weight"] = np.array(factors, np.float32)
     return found
 
 
@@ -123,6 +134,8 @@ def changed_tensors(name, values, config, architecture):
         return gpt_oss_tensors(name, values)
     if architecture.startswith("qwen35"):
         return [qwen35_tensor(name, values, config)]
+    if architecture == "gemma4":
+        return [gemma4_tensor(name, values)]
     name = name.removeprefix("transformer.") if architecture == "bloom" else name
     return [(name.replace("e_score_correction_bias", "e_score_correction.bias"), values)]
 
@@ -153,6 +166,12 @@ def gpt_oss_tensors(name, values):
     return [(name, values)]
 
 
+def gemma4_tensor(name, values):
+    if name.endswith(("layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")):
+        name += ".weight"
+    return name, values
+
+
 def qwen35_tensor(name, values, config):
     keys, count = config.linear_num_key_heads, config.linear_num_value_heads
     first = 2 * config.linear_key_head_dim * keys
@@ -172,6 +191,10 @@ def qwen35_tensor(name, values, config):
 
 def metadata_of(config, architecture: str) -> dict[str, Any]:
     """Return metadata keys below the architecture, as the converter writes them."""
+
+    if architecture == "gemma4":  # sizes of most layers; `_gemma4` has those that differ
+        config = copy.deepcopy(config)
+        config.allow_global_per_layer_attribute_access = True
 
     def first(*names):
         return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
@@ -236,6 +259,36 @@ def _gemma2(config, values, rope):
 def _gemma3(config, values, rope):
     local = config.rope_parameters["sliding_attention"]["rope_theta"]
     return {"attention.sliding_window": config.sliding_window, "rope.freq_base_swa": local}
+
+
+def _gemma4(config, values, rope):
+    kinds = [kind == "sliding_attention" for kind in config.layer_types]
+    full = config.per_layer_config[kinds.index(False)]
+    kv_heads = getattr(full, "num_key_value_heads", config.num_key_value_heads)
+    first_shared = len(kinds) - config.num_kv_shared_layers
+    wide = config.use_double_wide_mlp
+    return {
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": kinds,
+        "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "attention.head_count_kv": [config.num_key_value_heads if k else kv_heads for k in kinds],
+        "feed_forward_length": [
+            config.intermediate_size * (1 + (wide and layer >= first_shared))
+            for layer in range(len(kinds))
+        ],
+        "rope.dimension_count": full.head_dim,
+        "rope.dimension_count_swa": config.head_dim,
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+        "expert_count": config.num_experts,
+        "expert_used_count": config.top_k_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
 
 
 def _gpt_oss(config, values, rope):
@@ -334,6 +387,7 @@ SPECIAL = {
     "qwen35moe": lambda *args: _qwen35(*args) | _shared_moe(*args),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
     "minimax-m2": _minimax,
     "nemotron": _nemotron,

@@ -1,6 +1,6 @@
-"""Slow packers of integer weights, field by field from the formats' specifications, and checkpoints.
+"""Slow packers of integer weights, field by field as the formats say: GPTQ, its planes, AWQ.
 
-Importing nothing of ours but what opens a checkpoint: GPTQ, GPTQModel's planes, AWQ in its kinds.
+They import nothing of ours but what a checkpoint in memory is.
 """
 
 from pathlib import Path
@@ -55,9 +55,7 @@ def planar_words(values, bits):
     return words
 
 
-def gptq_tensors(
-    fields, zeros, scales, *, bits, planar=False, offset=1, borrow=False, groups=None
-):
+def gptq_tensors(fields, zeros, scales, *, bits, planar=False, offset=1, borrow=False, groups=None):
     """The tensors of a GPTQ module.
 
     Args:
@@ -80,7 +78,10 @@ def gptq_tensors(
         if offset and borrow:
             ones = sum(1 << (bits * i) for i in range(32 // bits))
             rows = [
-                [words_of(((word & 0xFFFFFFFF) - ones) & 0xFFFFFFFF, 1)[0] for word in pack(z, bits)]
+                [
+                    words_of(((word & 0xFFFFFFFF) - ones) & 0xFFFFFFFF, 1)[0]
+                    for word in pack(z, bits)
+                ]
                 for z in columns
             ]
         else:
@@ -189,7 +190,9 @@ def values_of(fields, zeros, scales, groups, dtype):
     return (steps * factors).to(dtype)
 
 
-def quantized_llama(folder, pack, quantization_config, *, layers=1, dtype=torch.float16, change=None):
+def quantized_llama(
+    folder, pack, quantization_config, *, layers=1, dtype=torch.float16, change=None
+):
     """Write a tiny llama whose linear layers in blocks are packed; returns their values by module.
 
     Args:

@@ -1,9 +1,11 @@
-"""Weights as ModelOpt stores them, and their values, from the format's specification in NumPy."""
+"""Checkpoints as ModelOpt stores them, from the format's specification in NumPy."""
 
+import json
 from dataclasses import dataclass, field
 
 import narrow_floats as nf
 import numpy as np
+import tiny_checkpoints as tiny
 import torch
 
 
@@ -165,3 +167,27 @@ _ENCODERS = {
 }
 _STATIC = {"FP8", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ", "NVFP4", "NVFP4_AWQ", "NVFP4_SVD"}
 _STATIC |= {"W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8"}
+
+
+def flat(algorithm, **more):
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "ignore": ["lm_head"],
+        "producer": {"name": "modelopt", "version": "0.47.0"},
+        **more,
+    }
+
+
+def write(folder, modules, quantization, *, side_file=None, plain=None):
+    """A checkpoint of a few modules; a config of None leaves config.json without one."""
+    content = tiny.config(layers=1)
+    if quantization is not None:
+        content["quantization_config"] = quantization
+    tensors = {"lm_head.weight": torch.ones(4, 8, dtype=torch.bfloat16), **(plain or {})}
+    for module, made in modules.items():
+        tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in made.leaves.items()}
+    tiny.write(folder, content, tensors)
+    if side_file is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(side_file))
+    return folder

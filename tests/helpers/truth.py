@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from quantload.loader.source import Source, as_parameter
@@ -36,8 +36,7 @@ class Truth:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        with safe_open(self.folder / "expected.safetensors", "pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}
+        return load_file(self.folder / "expected.safetensors")
 
     @property
     def is_rounded(self) -> bool:
@@ -50,12 +49,13 @@ class Truth:
         others = ("logits", "input_ids", "last_hidden", "pixel", "image")
         return {key: t for key, t in self.tensors.items() if not key.startswith(others)}
 
-    def difference(self, key: str, found: Tensor) -> str:
+    def difference(self, key: str, found: Tensor, *, ulps: int = 0) -> str:
         """Say how a dequantized weight differs from the expected one; "" if it does not.
 
         Args:
             key: As in `weights`: a parameter name, with "@rows" if only rows are kept.
             found: The whole weight, in the dtype in which it is evaluated.
+            ulps: Units in the last place of the expected dtype that may differ.
         """
         name, _, has_rows = key.partition("@")
         expected = self.weights[key]
@@ -70,6 +70,8 @@ class Truth:
         if tuple(part.shape) != tuple(expected.shape):
             return f"shape {tuple(part.shape)}, expected {tuple(expected.shape)}"
         part = part.to(expected.dtype) if self.is_rounded else part
+        if ulps and _within(part.to(expected.dtype), expected, ulps):
+            return ""
         if not torch.equal(part.double(), expected.double()):
             count = int((part.double() != expected.double()).sum())
             worst = float((part.double() - expected.double()).abs().max())
@@ -77,6 +79,13 @@ class Truth:
         if full and not self.is_rounded and _digest(found) != full[2]:
             return f"sha256 of the whole tensor differs (shape {tuple(found.shape)} {found.dtype})"
         return ""
+
+
+def _within(found: Tensor, expected: Tensor, ulps: int) -> bool:
+    """True if values of one 16-bit float dtype are at most so many steps apart."""
+    steps = [t.view(torch.int16).to(torch.int32) for t in (found, expected)]
+    lines = [torch.where(s < 0, -32768 - s, s) for s in steps]  # one line from -max to max
+    return bool(((lines[0] - lines[1]).abs() <= ulps).all())
 
 
 def _digest(tensor: Tensor) -> str:

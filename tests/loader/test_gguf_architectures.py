@@ -16,7 +16,7 @@ import transformers
 from gguf_converter import gguf_tensors, hub_tensors, write_as_gguf
 from safetensors.torch import save_file
 
-from quantload.errors import UnexpectedTensor, UnsupportedVariant
+from quantload.errors import MissingTensor, UnexpectedTensor, UnsupportedVariant
 from quantload.loader.formats.gguf import GgufReader
 from quantload.loader.gguf_architectures import ARCHITECTURES
 from quantload.loader.gguf_file import open_gguf
@@ -68,6 +68,17 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 32,
 }
+GEMMA4 = BASE | {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": 48,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
+EXPERTS = {"num_experts": 3, "top_k_experts": 2, "moe_intermediate_size": 32}
+WIDE = {"use_double_wide_mlp": True}
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
 # name: (architecture, model class, config)
 CASES = {
@@ -98,6 +109,21 @@ CASES = {
         "gemma3",
         "Gemma3ForCausalLM",
         HEAD_32 | {"sliding_window": 8, "num_hidden_layers": 7},
+    ),
+    "gemma4": (
+        "gemma4",
+        "Gemma4ForCausalLM",
+        GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2} | WIDE,
+    ),
+    "gemma4-keys": (
+        "gemma4",
+        "Gemma4ForCausalLM",
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4-moe": (
+        "gemma4",
+        "Gemma4ForCausalLM",
+        GEMMA4 | EXPERTS | {"enable_moe_block": True},
     ),
     "gpt-oss": (
         "gpt-oss",
@@ -156,6 +182,9 @@ NOT_STORED_IN = {
 }
 # Why transformers 5.24 is no oracle: it cannot read such a file, or reads it wrongly.
 NOT_READ_BY_TRANSFORMERS = {
+    "gemma4": "it takes sizes of the class for those that differ from layer to layer",
+    "gemma4-keys": "as gemma4",
+    "gemma4-moe": "as gemma4",
     "gemma": "it does not map the architecture",
     "mixtral": "it makes a dense llama of it",
     "gpt-oss": "it fails on the metadata of yarn, and looks for experts under other names",
@@ -446,6 +475,23 @@ def test_layers_that_predict_more_tokens_are_left_out(tmp_path, models):
         open_gguf(tmp_path / "m.gguf")
 
 
+def test_keys_of_layers_that_share_those_of_others_are_left_out(tmp_path, models):
+    extra = {"blk.5.attn_k.weight": np.zeros((64, 64), np.float32)}
+    write_as_gguf(models("gemma4"), tmp_path / "m.gguf", "gemma4", extra=extra)
+    checkpoint = open_gguf(tmp_path / "m.gguf")
+    assert checkpoint.warnings == (
+        "1 keys and values of layers that share those of others are left out",
+    )
+    assert set(tensors_of(checkpoint)) == set(hub_tensors(models("gemma4")))
+
+
+def test_rotation_of_gemma4_must_be_known(tmp_path, models):
+    extra = {"rope_freqs.weight": np.linspace(1, 4, 16, dtype=np.float32)}
+    write_as_gguf(models("gemma4"), tmp_path / "m.gguf", "gemma4", extra=extra)
+    with pytest.raises(UnsupportedVariant, match=r"`16` factors, expected `16` that are 1 and th"):
+        open_gguf(tmp_path / "m.gguf")
+
+
 def test_two_tables_of_rotary_factors(tmp_path, models):
     model = models("phi3")
     long, short = np.linspace(1, 8, 8), np.linspace(1, 1.5, 8)
@@ -479,6 +525,8 @@ def test_two_tables_of_rotary_factors(tmp_path, models):
         ("qwen3-moe", {"expert_group_count": 4}, "a change of the experts' weights is not read"),
         ("qwen3", {"rope.dimension_count": 16}, "rotation of a part of `32` is not read"),
         ("qwen3.5", {"ssm.group_count": 3}, "value heads of together"),
+        ("gemma4", {"feed_forward_length": [96, 96, 96, 192, 192, 192]}, "expected one width"),
+        ("gemma4", {"attention.head_count_kv": [2, 1, 2, 1, 2, 1]}, "one count for each kind"),
     ],
 )
 def test_variants_are_refused(tmp_path, models, case, metadata, words):
@@ -486,3 +534,13 @@ def test_variants_are_refused(tmp_path, models, case, metadata, words):
     with pytest.raises(UnsupportedVariant, match=words) as caught:
         open_gguf(tmp_path / "m.gguf")
     assert "m.gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [("gemma2", "block_count"), ("lfm2", "block_count"), ("t5", "decoder_block_count")],
+)
+def test_a_claim_of_many_layers_costs_nothing(tmp_path, models, case, key):
+    write_as_gguf(models(case), tmp_path / "m.gguf", CASES[case][0], metadata={key: 2**31})
+    with pytest.raises(MissingTensor, match=r"`21474836\d\d` layers in the metadata, but only"):
+        open_gguf(tmp_path / "m.gguf")

@@ -232,6 +232,7 @@ def test_factors_of_another_type_are_refused(tmp_path):
             UnsupportedVariant,
             "`llama.attention.head_count_kv` differs from layer to layer",
         ),
+        ({"expert_count": 8}, UnsupportedVariant, "a mixture of experts is not read"),
         ({"attention.head_count_kv": 3}, HeaderError, "`4` heads of queries and `3` of keys"),
         (
             {"attention.layer_norm_epsilon": 1e-6},
@@ -283,7 +284,6 @@ def test_refusals(tmp_path, metadata, error, words):
             "`command-r` is not read, expected one of `bloom`, `falcon`, `gemma`",
         ),
         ("deci", "`deci` is not read: transformers has no model class for it, expected"),
-        ("gemma4", "`gemma4` is not read: the file does not say how"),
         ("llama with experts", "architecture `llama with experts` is not read"),
     ],
 )

@@ -1,11 +1,23 @@
 """Grids against tables decoded bit by bit."""
 
+import narrow_floats as nf
 import numpy as np
 import pytest
 import torch
 from oracles import as_numpy, e2m1_values, e4m3_values, e5m2_values, nearest_codes, same_bits
 
-from quantload.quant.grid import E2M1, E4M3, E5M2, INT4, INT8, int_grid, table_grid, uint_grid
+from quantload.quant.grid import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    INT4,
+    INT8,
+    int_grid,
+    table_grid,
+    uint_grid,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ALL_BYTES = torch.arange(256, dtype=torch.uint8)
@@ -54,6 +66,13 @@ def test_integer_codes_are_their_values(bits, dtype):
         assert (grid.low, grid.high) == (numbers[0], numbers[-1])
         assert grid.values(codes, dtype).tolist() == numbers
         assert grid.round(torch.tensor(numbers, dtype=dtype)).tolist() == numbers
+
+
+@pytest.mark.parametrize(("grid", "table"), [(E2M3, nf.E2M3), (E3M2, nf.E3M2), (E2M1, nf.E2M1)])
+def test_all_codes_of_narrow_floats(grid, table):
+    values = grid.values(ALL_BYTES[: len(table)], torch.float32)
+    assert same_bits(values, torch.from_numpy(table))
+    assert (grid.bits, grid.high) == (len(table).bit_length() - 1, table.max())
 
 
 def test_values_of_a_table():

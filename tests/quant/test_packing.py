@@ -12,6 +12,7 @@ from quantload.errors import ShapeError
 from quantload.quant import chunks
 from quantload.quant.packing import (
     pack_dense,
+    unpack_bytes,
     unpack_dense,
     unpack_padded,
     words_dense,
@@ -102,6 +103,21 @@ def test_a_wrong_number_of_words(unpack, width):
     with pytest.raises(ShapeError) as error:
         unpack(torch.zeros(2, width, dtype=torch.int32), 4, 32)
     assert str(error.value) == (f"{width} words a row do not hold 32 fields of 4 bits, expected 4")
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("columns", [1, 2, 7, 32, 33, 40])
+def test_words_stored_as_bytes(bits, columns):
+    fields = random_fields(bits, 5, columns)
+    rows = [sum(f << (bits * i) for i, f in enumerate(row)) for row in fields.tolist()]
+    length = -(-columns * bits // 8)
+    stored = torch.tensor([list(row.to_bytes(length, "little")) for row in rows]).to(torch.uint8)
+    assert torch.equal(unpack_bytes(stored, bits, columns), fields)
+
+
+def test_a_wrong_number_of_bytes():
+    with pytest.raises(ShapeError, match="5 bytes a row do not hold 32 fields of 4 bits, expected"):
+        unpack_bytes(torch.zeros(2, 5, dtype=torch.uint8), 4, 32)
 
 
 @pytest.mark.parametrize(

@@ -396,3 +396,16 @@ def test_equal_tables_are_one_grid():
     assert why_not_stackable(tensors) is None
     other = plain(grid=E4M3, codes=codes.view(torch.float8_e4m3fn))
     assert why_not_stackable([tensors[0], other]) == "grids differ: nf4 and e4m3"
+
+
+@pytest.mark.parametrize("block", [(1, 6), (2, 4), (4, 6)])
+def test_scales_may_be_divisors(block):
+    tensor = plain(block=block)
+    divided = replace(tensor, evaluation=Evaluation(torch.float32, values="/"))
+    ones = replace(tensor, codes=torch.ones_like(tensor.codes))
+    expected = tensor.codes.float() / ones.dequantize()
+    assert torch.equal(divided.dequantize(), expected)
+    assert torch.equal(divided.rows(1, 3).dequantize(), expected[1:3])
+    assert torch.equal(divided.multiplier, 1 / tensor.scale)
+    assert tensor.multiplier is tensor.scale
+    assert why_not_stackable([tensor, divided]) == "dtype or order of evaluation differ"

@@ -17,7 +17,7 @@ from quantload.quant.scheme import (
 )
 
 ALL_NAMES = (
-    "`FP8_BLOCK`, `FP8_DYNAMIC`, `W4A16`, `W4A16_ASYM`, `W8A16`, `W8A8`, `dense`; "
+    "`FP8_BLOCK`, `FP8_DYNAMIC`, `W4A16`, `W4A16_ASYM`, `W8A16`, `W8A8`, `dense`, `same`; "
     "`keep` is full precision"
 )
 
@@ -37,7 +37,7 @@ def described(scheme):
     }
 
 
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"dense"}))
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"dense", "same"}))
 def test_presets_are_those_of_compressed_tensors(name):
     theirs = compressed.preset(name)
     assert PRESETS[name].name == name
@@ -53,10 +53,10 @@ def test_presets_are_those_of_compressed_tensors(name):
     assert theirs.output_activations is None
 
 
-def test_dense_is_the_only_preset_of_our_own():
+def test_dense_and_same_are_the_only_presets_of_our_own():
     shared = set(PRESETS) & set(compressed.library().PRESET_SCHEMES)
     assert shared == {"W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK"}
-    assert set(PRESETS) - shared == {"dense"}
+    assert set(PRESETS) - shared == {"dense", "same"}
     assert (DENSE.weight, DENSE.input) == (None, None)
 
 

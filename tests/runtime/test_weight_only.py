@@ -177,6 +177,19 @@ def test_every_kind_of_weight(name, index, kernel_device):
     check(weight, m, (BF16, F16, F32)[index // 3 % 3], kernel_device, bias=index % 2 == 0)
 
 
+def test_scales_that_are_divisors(kernel_device):
+    from quantload.runtime.kernels.weight_only import pack, weight_only_linear
+
+    weight = make_weight(Case(E4M3, (8, 16), scale=F32), 40, 64)
+    divided = replace(
+        weight, scale=1 / weight.scale, evaluation=replace(weight.evaluation, values="/")
+    ).to(kernel_device)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(kernel_device)
+    y = weight_only_linear(x, pack(divided, device=kernel_device), None)
+    expected = x.double() @ divided.dequantize().double().T
+    assert (y.double() - expected).norm() <= 1e-5 * expected.norm()
+
+
 @pytest.mark.parametrize("case", ["int4-g64-zero", "uint8-block-offset", "e4m3-channel"])
 @pytest.mark.parametrize(
     ("m", "n", "k"),

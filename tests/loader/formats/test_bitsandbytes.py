@@ -216,6 +216,16 @@ def test_a_layer_that_keeps_input_features_first(tmp_path):
     assert torch.equal(source.read_weight(name).dequantize(), expected)
 
 
+def test_a_transposed_layer_is_compared_with_its_full_precision(tmp_path):
+    name = "transformer.h.0.attn.c_attn"
+    leaves, expected = packed((96, 32))
+    quantized = write(tmp_path / "4", named(f"{name}.weight", leaves), model_type="gpt2")
+    dense = {f"{name}.weight": expected.T.contiguous()}
+    dense = write(tmp_path / "16", dense, config=None, model_type="gpt2")
+    report = quantload.compare(dense, quantized)
+    assert not [row for row in report.layers if row.differs]
+
+
 # -- which modules -----------------------------------------------------------------------------
 
 
@@ -243,7 +253,7 @@ def test_skipped_modules_and_a_quantized_head(tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "skipped"),
     [
-        ("kv_proj", ["model.layers.0.self_attn.qkv_proj", "resampler.kv_proj"]),
+        ("kv_proj", ["resampler.kv_proj"]),  # whole components
         ("vision_model", ["vision_model.encoder.layers.0.fc1"]),
         ("model.layers.1", ["model.layers.1.mlp"]),
         ("model.layers.*.mlp", ["model.layers.10.mlp", "model.layers.1.mlp"]),
@@ -418,7 +428,7 @@ def test_scales_that_are_not_finite_are_refused(tmp_path, leaf, value):
         ({"SCB": None}, MissingTensor, "q_proj.SCB` is missing"),
         ({"weight": None}, MissingTensor, "q_proj.weight` is missing"),
         ({"SCB": torch.ones(4)}, FormatMismatch, r"SCB` has shape `\(4,\)`, expected `\(5,\)`"),
-        ({"SCB": torch.ones(5, dtype=F16)}, FormatMismatch, "SCB` is `torch.float16`"),
+        ({"SCB": torch.ones(5, dtype=torch.int32)}, FormatMismatch, "SCB` is `torch.int32`"),
         ({"weight": torch.zeros(5, 24)}, FormatMismatch, "weight` is `torch.float32`"),
         ({"weight": torch.zeros(5, dtype=torch.int8)}, UnsupportedVariant, "expected 2 dimensions"),
         (

@@ -8,10 +8,12 @@ import compressed
 import pytest
 import tiny_checkpoints as tiny
 import torch
-from converting import opened
+from converting import converted, opened
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loading import logits_errors
 from safetensors.torch import load_file
+from truth import CHECKPOINTS, Truth, read_named
 
 from quantload.errors import FormatMismatch, MissingTensor, QuantloadError, UnsupportedVariant
 from quantload.loader.formats import open_source
@@ -26,7 +28,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "compressed-tensors"
 MODULE = "model.layers.0.mlp.down_proj"
 
 
-# -- golden checkpoints -----------------------------------------------------------------------------
+# -- golden checkpoints ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("folder", sorted(GOLDEN.glob("*/")), ids=lambda folder: folder.name)
@@ -322,14 +324,45 @@ def test_an_ignored_module_that_is_packed(tmp_path):
     assert weight.decided_by == "group_0: the headers (the config leaves it out)"
 
 
-def test_a_packed_module_that_no_group_names(tmp_path):
+_TOKENS = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_activations": _TOKENS}, "2 groups fit it"),
+        ({"weights": {"num_bits": 8}}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_packed_module_that_no_group_names(tmp_path, changes, message):
+    """The only group that fits reads it; of several that read it differently, none."""
     folder = _llama_folder(tmp_path, [DOWN, UP], targets=[DOWN])
     config = json.loads((folder / "config.json").read_text())
     groups = config["quantization_config"]["config_groups"]
-    groups["group_1"] = {**groups["group_0"], "targets": ["re:nothing"]}
+    groups["group_1"] = {**groups["group_0"], "targets": ["re:nothing"], **changes}
+    groups["group_1"]["weights"] = groups["group_0"]["weights"] | changes.get("weights", {})
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatMismatch, match=f"module `{UP}` is quantized in the files, but no.*2 groups fit it"):
-        open_source(open_checkpoint(folder))
+    if message:
+        with pytest.raises(FormatMismatch, match=f"module `{UP}` is quantized.*{message}"):
+            opened(folder)
+        return
+    source = opened(folder)
+    assert source.weights[UP].decided_by == "group_0: the headers (the config leaves it out)"
+    assert any("modules are quantized in the files although" in text for text in source.warnings)
+
+
+def test_a_packed_module_that_no_group_fits(tmp_path):
+    folder = _llama_folder(tmp_path, [DOWN, UP], targets=[DOWN])
+    config = json.loads((folder / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    for number, bits in enumerate((2, 8)):
+        weights = groups["group_0"]["weights"] | {"num_bits": bits}
+        groups[f"group_{number + 1}"] = {**groups["group_0"], "targets": [], "weights": weights}
+    groups["group_0"] = {**groups["group_0"], "weights": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatMismatch, match="no config group names it, and none fits it"):
+        opened(folder)
 
 
 def test_fused_packed_experts_are_not_taken_for_plain_tensors(tmp_path):
@@ -455,3 +488,36 @@ def test_flags_that_are_no_flags(tmp_path):
     folder = _write(tmp_path, scheme, leaves, weights={"symmetric": "false"})
     with pytest.raises(FormatMismatch, match="`symmetric` is `'false'`, expected true or false"):
         opened(folder)
+
+
+# -- whole models ----------------------------------------------------------------------------------
+
+MODELS = [
+    "compressed-tensors-0.17.0/odd-llama-W6A16-channel-oldpack",
+    "compressed-tensors-0.20.1/nano-llama-MXFP6A8",
+    "compressed-tensors-0.20.1/odd-llama-converted-modelopt-NVFP4",
+    "llmcompressor-0.14.0.1/micro-qwen3-moe-FP8_DYNAMIC",
+    "llmcompressor-0.14.0.1/nano-llama-MIXED-presets",
+    "llmcompressor-0.14.0.1/tiny-gemma3-FP8_DYNAMIC-embed-lmhead",
+    "llmcompressor-0.7.1/nano-llama-W4A16_ASYM-gptq-actorder-group",
+    "auto-round-0.16.1/nano-llama-llmc-MXFP4",
+]
+
+
+@pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no folder shared/checkpoints")
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name):
+    exact, rounded = logits_errors(CHECKPOINTS / name)
+    assert exact < 1e-4
+    assert rounded < 0.02
+
+
+@pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no folder shared/checkpoints")
+@pytest.mark.parametrize("name", MODELS)
+def test_converted_to_full_precision(name, tmp_path):
+    truth = Truth(CHECKPOINTS / name)
+    output = opened(converted(truth.folder, tmp_path / "out", "dense", dtype=torch.float32))
+    for key, expected in truth.weights.items():
+        written = read_named(output, key)
+        assert written.dtype == torch.float32
+        assert torch.equal(written, expected.float()), key

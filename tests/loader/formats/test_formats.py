@@ -25,7 +25,8 @@ FOREIGN = sorted(
     folder
     for folder in SHARED.glob("*/*/")
     if (
-        folder.parent.name.split("-")[0] not in ("base", "transformers", "gguf", "llmcompressor")
+        folder.parent.name.split("-")[0]
+        not in ("base", "transformers", "gguf", "llmcompressor", "bitsandbytes", "hqq", "optimum")
         and not folder.parent.name.startswith("compressed-tensors")
     )
     or folder.parent.name.startswith("transformers-quant")
@@ -34,7 +35,7 @@ FOREIGN = sorted(
 
 @pytest.mark.parametrize(
     "method",
-    ["gptq", "awq", "fp8", "modelopt", "mxfp4", "bitsandbytes", "gguf", "dense", None, 4, ["x"]],
+    ["gptq", "awq", "modelopt", "gguf", "dense", None, 4, ["x"]],
 )
 def test_other_formats_are_refused_by_name(tmp_path, method):
     content = {**CONFIG, "quantization_config": {"quant_method": method, "bits": 4}}
@@ -76,7 +77,7 @@ def test_every_tensor_is_in_a_weight_or_plain(tmp_path):
 
 def test_rows_have_different_names():
     names = [row.name for row in FORMATS]
-    assert names == ["dense", "compressed-tensors", "gguf"]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.skipif(not FOREIGN, reason="no shared checkpoints beside the repository")
@@ -87,13 +88,15 @@ def test_foreign_checkpoints_are_refused(folder):
     if f"{folder.parent.name}/{folder.name}" in OTHERS:
         assert open_source(open_checkpoint(folder)).format_name == "compressed-tensors"
         return
-    with pytest.raises(QuantloadError) as caught:
-        open_source(open_checkpoint(folder))
     config = (
         json.loads((folder / "config.json").read_text())
         if (folder / "config.json").exists()
         else {}
     )
     method = config.get("quantization_config", {}).get("quant_method")
+    if any(method in row.methods for row in FORMATS):
+        pytest.skip("read: see test_truth.py")
+    with pytest.raises(QuantloadError) as caught:
+        open_source(open_checkpoint(folder))
     if isinstance(caught.value, UnknownFormat) and "pickled" not in str(caught.value):
         assert f"`{method}`" in str(caught.value)

@@ -1,0 +1,94 @@
+"""What the user should know about a plan: one function for each kind of warning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quantload.errors import listed
+from quantload.loader.source import Source
+from quantload.quant.rules import QuantConfig
+
+if TYPE_CHECKING:
+    from quantload.loader.plan import PlanRow
+
+
+def about_kept(source: Source, config: QuantConfig, rows: tuple[PlanRow, ...]) -> list[str]:
+    """Warn of quantized weights that become full precision although nobody asked for `dense`."""
+    if config.default is not None and config.default.weight is None:
+        return []
+    count = sum(
+        row.scheme is None
+        and row.read_from in source.weights
+        and source.weights[row.read_from].is_quantized
+        and "embedding" not in row.reason
+        for row in rows
+    )
+    if not count:
+        return []
+    return [f"{count} quantized modules of the source become full precision: no scheme covers them"]
+
+
+def about_unlike_members(
+    rows: tuple[PlanRow, ...], groups: tuple[tuple[str, ...], ...]
+) -> list[str]:
+    """Warn of fused groups that keep the different schemes of the source."""
+    schemes = {row.module: row.scheme for row in rows}
+    unlike = [group for group in groups if len({schemes.get(m) for m in group if m in schemes}) > 1]
+    if not unlike:
+        return []
+    return [
+        f"{len(unlike)} fused groups have members in different schemes, as in the source; engines "
+        f"that fuse them may not load that: {listed(', '.join(group) for group in unlike)}"
+    ]
+
+
+def about_partial_blocks(rows: tuple[PlanRow, ...]) -> list[str]:
+    """Warn of blocks that engines do not load."""
+    partial = 0
+    for row in rows:
+        block = row.scheme.weight.block if row.scheme and row.scheme.weight else None
+        partial += block is not None and any(
+            size % step for size, step in zip(row.shape, block, strict=True)
+        )
+    if not partial:
+        return []
+    return [
+        f"{partial} modules have widths that are no multiples of the block; vLLM does not load "
+        "such FP8 blocks"
+    ]
+
+
+def about_requantizing(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
+    """Warn of quantized weights that are quantized to another scheme."""
+    again = [
+        row
+        for row in rows
+        if row.scheme is not None
+        and row.read_from in source.weights
+        and source.weights[row.read_from].is_quantized
+    ]
+    if not again:
+        return []
+    kinds = ", ".join(sorted({row.source for row in again}))
+    return [
+        f"{len(again)} modules of the source are already quantized ({kinds}); quantizing them "
+        "again adds to their error"
+    ]
+
+
+def about_input_scales(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
+    """Warn of fixed input scales that are not written."""
+    kept = {row.read_from for row in rows if row.keeps_values}
+    dropped = [
+        name
+        for module, weight in source.weights.items()
+        if module not in kept
+        for leaf, name in weight.leaves.items()
+        if "input" in leaf or "activation" in leaf
+    ]
+    if not dropped:
+        return []
+    return [
+        f"{len(dropped)} tensors of fixed input scales are left out, since inputs are quantized "
+        f"while the model runs: {listed(dropped)}"
+    ]
