@@ -204,13 +204,14 @@ def parse_device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def load(
+def load(  # noqa: PLR0913 - a keyword for each choice of the user
     source: str | Path | Source,
     *,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     fuse: bool = True,
     quantize_inputs: bool = True,
+    exact: bool = True,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
@@ -223,6 +224,9 @@ def load(
         fuse: Run q/k/v and gate/up as one product each.
         quantize_inputs: Round the inputs of layers as the checkpoint says; False keeps them in full
             precision, so that the model shows its weights alone.
+        exact: Give every weight the values that the producer's own code gives it, rounded as it
+            rounds them. False multiplies unrounded where the model's dtype is wider, as
+            transformers does: float32 and float16 models of bfloat16 scales then have kernels.
         progress: Draws progress; silent by default.
         trust_remote_code: Run modelling code that comes with the checkpoint.
 
@@ -236,18 +240,20 @@ def load(
         dtype=parse_dtype(dtype) if isinstance(dtype, str) else dtype,
         fuse=fuse,
         quantize_inputs=quantize_inputs,
+        exact=exact,
         progress=progress,
         trust_remote_code=trust_remote_code,
     )
 
 
-def load_model(
+def load_model(  # noqa: PLR0913 - as `load`
     source: Source,
     *,
     device: torch.device,
     dtype: torch.dtype | None = None,
     fuse: bool = True,
     quantize_inputs: bool = True,
+    exact: bool = True,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
@@ -274,6 +280,7 @@ def load_model(
         mapper.with_stacks(stacks),
         device=device,
         tied=meta_model.tied_names(model),
+        exact=exact,
         progress=progress,
     )
     return surgery.finish(model, device, untied=done.untied)

@@ -1,7 +1,7 @@
 """Time and memory to open and plan a checkpoint of 100,000 tensors, from its headers alone.
 
-The checkpoint is synthetic: a mixture-of-experts decoder whose shards are sparse files, so that only
-headers take space. Each format runs in a process of its own.
+The checkpoint is synthetic: a mixture-of-experts decoder whose shards are sparse files, so that
+only headers take space. Each format runs in a process of its own.
 
     python benchmarks/bench_plan.py [FORMAT ...] [--tensors 100000]
 
@@ -23,11 +23,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HIDDEN, INNER, GROUP, EXPERTS, SHARD_TENSORS = 512, 256, 128, 256, 2000
-PROJECTIONS = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+PROJECTIONS = {
+    "gate_proj": (INNER, HIDDEN),
+    "up_proj": (INNER, HIDDEN),
+    "down_proj": (HIDDEN, INNER),
+}
 SIZES = {"I32": 4, "BF16": 2, "F16": 2, "F32": 4, "I64": 8, "F8_E4M3": 1, "U8": 1}
 Spec = tuple[str, tuple[int, ...]]
-
-
 
 
 def _nvfp4(rows: int, columns: int) -> dict[str, Spec]:

@@ -87,8 +87,14 @@ def kl_of(reference, candidate, sequences) -> torch.Tensor:
 
 
 @torch.no_grad()
-def against_transformers(folder: Path, scheme: str, candidate, ids) -> dict[str, float]:
-    """Relative difference of the logits, and KL(transformers || quantload), on one sequence."""
+def against_transformers(folder: Path, scheme: str, ids: list[int]) -> dict[str, float]:
+    """Relative difference of the logits, and KL(transformers || quantload), on one sequence.
+
+    transformers casts scales to float32 and rounds no product, as does `exact=False`, unless it
+    dequantizes.
+    """
+    rounds = "ASYM" in scheme
+    candidate = api.load(folder, device="cpu", dtype=torch.float32, exact=rounds)
     theirs = transformers_model(folder, scheme)(torch.tensor([ids]), use_cache=False).logits
     ours = candidate(torch.tensor([ids]), use_cache=False).logits
     return {
@@ -132,7 +138,7 @@ def main() -> None:
             row |= {"kl_mean": float(kl.mean()), "tokens": kl.numel()}
             row["kl_standard_error"] = float(kl.std() / kl.numel() ** 0.5)
             if arguments.transformers and scheme != "FP8_BLOCK":  # it refuses partial blocks
-                row |= against_transformers(folder, scheme, candidate, sequences[0])
+                row |= against_transformers(folder, scheme, sequences[0])
             rows.append(row)
             print(_line(row), flush=True)
     print(json.dumps({"benchmark": "smollm2", "torch": torch.__version__, "rows": rows}))

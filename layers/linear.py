@@ -202,16 +202,11 @@ class QuantLinear(nn.Module):
         """Stack the weights into one and pack it; `self.kernel` says how."""
         quantized = [w for w in weights if isinstance(w, QuantTensor)]
         if len(quantized) < len(weights):
-            dense = [
-                w.evaluated_in(self.dtype).dequantize(self.dtype)
-                if isinstance(w, QuantTensor)
-                else w
-                for w in weights
-            ]
+            dense = [w.dequantize(self.dtype) if isinstance(w, QuantTensor) else w for w in weights]
             note = "" if self.scheme.weight is None else "decoded to full precision by its format"
             self.kernel = KernelReport("dense", note=note)
             return DenseLinear(dense[0] if len(dense) == 1 else torch.cat(dense))
-        weight = stack(quantized).evaluated_in(self.dtype)
+        weight = stack(quantized)
         scheme, note = usable_input(self.scheme.input)
         static = scheme is not None and not scheme.dynamic
         if static and weight.input_scale is None:

@@ -93,6 +93,7 @@ def assign(
     *,
     device: torch.device,
     tied: Mapping[str, str],
+    exact: bool = True,
     progress: Progress | None = None,
 ) -> Assignment:
     """Load a checkpoint into a model on the meta device.
@@ -105,6 +106,8 @@ def assign(
         mapper: Knows the names of this model, and its stacks.
         device: Where the model shall live.
         tied: Parameters that are another one: {"lm_head.weight": "model.embed_tokens.weight"}.
+        exact: Give quantized weights the producer's own values; False evaluates them in the dtype
+            of the model, if that is wider.
         progress: Told about bytes as they are read.
 
     Raises:
@@ -123,6 +126,8 @@ def assign(
         module = model.get_submodule(path)
         for job in module_jobs:
             value = _read(source, job, module)
+            if not exact and isinstance(value, QuantTensor):
+                value = value.evaluated_in(places.dtype_of(job.target))
             if isinstance(module, Receiver):
                 _hand_over(module, job, value, device)
             else:
@@ -235,7 +240,7 @@ def _as_float(value: Tensor, dtype: torch.dtype, job: Job) -> Tensor:
 def _fitting(value: QuantTensor | Tensor, dtype: torch.dtype, job: Job) -> Tensor:
     """Return the tensor in the dtype of its place; only floats are cast."""
     if isinstance(value, QuantTensor):
-        return value.evaluated_in(dtype).dequantize(dtype)
+        return value.dequantize(dtype)
     if dtype.is_floating_point:
         return _as_float(value, dtype, job)
     if value.dtype != dtype:
@@ -259,6 +264,13 @@ class _Places:
             else:
                 for leaf, tensor in _own_tensors(module):
                     self.shapes[Target(path, leaf)] = tuple(tensor.shape)
+
+    def dtype_of(self, target: Target) -> torch.dtype:
+        """Return the dtype in which a place holds, or multiplies with, floats."""
+        module = self.model.get_submodule(target.module)
+        if isinstance(module, Receiver):
+            return module.dtype
+        return dict(_own_tensors(module))[target.leaf].dtype
 
     def has(self, target: Target) -> bool:
         return replace(target, piece=None) in self.shapes

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from quantload.errors import ConfigError
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.formats.compressed_tensors import layout
 from quantload.loader.formats.compressed_tensors_lossless import lossless_layout
@@ -19,19 +20,22 @@ from quantload.loader.model_dtype import DTYPE_NAMES, config_dtype
 from quantload.loader.output_files import OutputFile, OutputTensor, assign_files
 from quantload.loader.plan_config import output_config
 from quantload.loader.plan_groups import OnSplit, SplitOutcome, settle_groups
+from quantload.loader.plan_row import PlanRow
 from quantload.loader.plan_same import is_in_scheme, refuse_loss, same_scheme
 from quantload.loader.plan_warnings import (
+    UNFIT,
     about_input_scales,
     about_kept,
     about_partial_blocks,
     about_requantizing,
+    about_unfit_widths,
     about_unlike_members,
 )
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 from quantload.mappers.default_keeps import reason_to_keep
 from quantload.mappers.facts import Kind, ModelFacts, missing_layers
 from quantload.quant.rules import QuantConfig, resolve
-from quantload.quant.scheme import SAME, Scheme
+from quantload.quant.scheme import PRESETS, SAME, Scheme
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -51,42 +55,6 @@ class PlanOptions:
     on_split: OnSplit = "error"
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     lossless: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRow:
-    """The decision for one module.
-
-    Args:
-        module: Checkpoint name of the module.
-        shape: Shape of its weight.
-        source: What the headers say it is.
-        scheme: What it becomes; None keeps or makes it full precision.
-        reason: Which rule, default or limit decided.
-        dtype: dtype of scales, or of the full-precision weight.
-        read_from: Module whose weight is read; differs from `module` for a head that was tied.
-        keeps_values: True if the quantized weight of the source is written with the same values.
-        is_same: True if its rule asks for what the source has.
-        outputs: The tensors that are written.
-        source_bytes: Bytes of its tensors in the source.
-    """
-
-    module: str
-    shape: tuple[int, ...]
-    source: str
-    scheme: Scheme | None
-    reason: str
-    dtype: torch.dtype
-    read_from: str
-    keeps_values: bool = False
-    is_same: bool = False
-    outputs: tuple[OutputTensor, ...]
-    source_bytes: int
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of tensor data that are written."""
-        return sum(tensor.num_bytes for tensor in self.outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +137,7 @@ def make_plan(
     if not schemes and config.default is not None and config.default.weight is not None:
         warnings.append(f"no module is quantized to {config.default}; the plan says why")
     warnings += [*about_input_scales(source, rows), *about_partial_blocks(rows)]
+    warnings += about_unfit_widths(rows)
     warnings += about_unlike_members(rows, facts.groups)
     return Plan(
         source=source,
@@ -261,8 +230,10 @@ def _fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | No
     if 0 in weight.shape:
         return None, f"kept: the weight is empty; {reason}"
     fitted = scheme.fitted(columns)
+    if fitted != scheme and _is_size_asked(scheme):
+        raise _not_divided(scheme, weight, reason)
     if fitted is None:
-        return None, f"kept: no group size of 128, 64 or 32 divides its {columns} columns; {reason}"
+        return None, f"{UNFIT} of 128, 64 or 32 divides its {columns} columns; {reason}"
     if fitted != scheme:
         assert scheme.weight is not None, "only groups are fitted"
         assert fitted.weight is not None, "only groups are fitted"
@@ -271,6 +242,22 @@ def _fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | No
             f"{columns}"
         )
     return fitted, reason
+
+
+def _is_size_asked(scheme: Scheme) -> bool:
+    """True if a group size stands in for the scheme's own."""
+    preset = PRESETS.get(scheme.name)
+    own = preset.weight.group_size if preset is not None and preset.weight is not None else None
+    return scheme.weight is not None and scheme.weight.group_size != own
+
+
+def _not_divided(scheme: Scheme, weight: SourceWeight, reason: str) -> ConfigError:
+    assert scheme.weight is not None, "only groups divide columns"
+    return ConfigError(
+        f"group size does not divide the width of `{weight.module}`: {weight.shape[1]} columns, "
+        f"group {scheme.weight.group_size} ({reason})",
+        hint=f"leave out the group size, or add a rule, for example `{weight.module} = keep`",
+    )
 
 
 def _row(choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOptions) -> PlanRow:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
 from quantload.errors import NotLossless, listed
 from quantload.loader.formats.compressed_tensors_lossless import planned_scheme
+from quantload.loader.plan_row import PlanRow
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 from quantload.quant.scheme import Scheme
-
-if TYPE_CHECKING:
-    from quantload.loader.plan import PlanRow
 
 
 def same_scheme(weight: SourceWeight, *, try_all: bool = False) -> tuple[Scheme | None, str]:
@@ -21,7 +18,8 @@ def same_scheme(weight: SourceWeight, *, try_all: bool = False) -> tuple[Scheme 
 
     Args:
         weight: A weight of the source.
-        try_all: Hope for whole numbers where zero points are floats; an error later if they are not.
+        try_all: Hope for whole numbers where zero points are floats; an error later if they are
+            not.
 
     Returns:
         None keeps it in full precision: it is, or there is no such scheme.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from quantload.errors import listed
+from quantload.loader.plan_row import PlanRow
 from quantload.loader.source import Source
 from quantload.quant.rules import QuantConfig
 
-if TYPE_CHECKING:
-    from quantload.loader.plan import PlanRow
+UNFIT = "kept: no group size"  # how the reason of such a row begins
 
 
 def about_kept(source: Source, config: QuantConfig, rows: tuple[PlanRow, ...]) -> list[str]:
@@ -55,6 +53,17 @@ def about_partial_blocks(rows: tuple[PlanRow, ...]) -> list[str]:
     return [
         f"{partial} modules have widths that are no multiples of the block; vLLM does not load "
         "such FP8 blocks"
+    ]
+
+
+def about_unfit_widths(rows: tuple[PlanRow, ...]) -> list[str]:
+    """Warn of modules that no group size of their scheme fits: they stay in full precision."""
+    kept = [row.module for row in rows if row.scheme is None and row.reason.startswith(UNFIT)]
+    if not kept:
+        return []
+    return [
+        f"{len(kept)} modules stay in full precision, since no group size divides their columns: "
+        f"{listed(kept)}"
     ]
 
 

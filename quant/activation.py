@@ -4,9 +4,15 @@
     asymmetric    x' = (round(x / scale + zero) - zero) * scale
 
 with scale and zero as in `rtn`, per tensor, per token, or per group of features of a token; or
-fixed, as a checkpoint holds them.
-Source: `compute_dynamic_scales_and_zp` and `fake_quantize` of compressed-tensors 0.20.1, which want
-a batch axis and whole groups; here any leading axes and a partial last group are fine.
+fixed, as a checkpoint holds them. In MX formats the scale of a group is the power of two
+
+    scale = 2^(floor(log2(max|x|)) - floor(log2(high)))
+
+one more where the largest |x| is 1.75 times its power of two or above.
+
+Source: `compute_dynamic_scales_and_zp`, `fake_quantize` and `generate_mx_scales` of
+compressed-tensors 0.20.1, which want a batch axis and whole groups; here any leading axes and a
+partial last group are fine.
 
 NaN and infinity are not looked for, since that would wait for the device: they make their whole
 token or group NaN.
@@ -14,6 +20,9 @@ token or group NaN.
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from quantload.errors import ConfigError
@@ -45,12 +54,25 @@ def fake_quantize(x: Tensor, scheme: InputScheme) -> Tensor:
     tokens = x.detach().reshape(-1, x.shape[-1])
     n_tokens, n_features = tokens.shape
     blocks = as_blocks(tokens, _as_weight_scheme(scheme).block_of(n_tokens, n_features))
-    scale, zero = minmax_scale(blocks, scheme.grid, symmetric=scheme.symmetric)
+    if scheme.scale == "e8m0":
+        scale, zero = _power_of_two(blocks, scheme.grid), None
+    else:
+        scale, zero = minmax_scale(blocks, scheme.grid, symmetric=scheme.symmetric)
     values = scheme.grid.nearest(scaled_blocks(blocks, scale, zero))
     if zero is not None:
         values -= zero.to(x.dtype)[:, None, :, None]
     values *= scale[:, None, :, None]
     return values.flatten(2).flatten(0, 1)[:, :n_features].reshape(x.shape)
+
+
+def _power_of_two(blocks: Tensor, grid: Grid) -> Tensor:
+    """Return the MX scale [R, G] of each block [R, r, G, c], in the dtype of the blocks."""
+    mantissa, exponent = torch.frexp(blocks.abs().amax(dim=(1, 3)).to(torch.float32))
+    exponent += (mantissa >= 0.875).to(exponent.dtype) - 1  # mantissas of `frexp` begin at a half
+    exponent = (exponent - int(math.log2(grid.high))).clamp(-127, 127)
+    scale = torch.ldexp(torch.ones_like(mantissa), exponent).to(blocks.dtype)
+    scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+    return torch.where(mantissa.isfinite(), scale, torch.nan)
 
 
 def fake_quantize_static(x: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) -> Tensor:

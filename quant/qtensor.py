@@ -162,12 +162,17 @@ class QuantTensor:
         moved: dict[str, Any] = {name: part.to(device) for name, part in self.tensors().items()}
         return replace(self, **moved)
 
-    def evaluated_in(self, dtype: torch.dtype) -> QuantTensor:
-        """Return the tensor for a model that runs in `dtype`: evaluated in no narrower dtype.
+    @property
+    def rounded_to(self) -> torch.dtype:
+        """The dtype that holds the producer's values."""
+        return self.evaluation.result or self.evaluation.dtype
 
-        A model in float32 gets products of bfloat16 scales unrounded, as transformers, which casts
-        scales to the model's dtype, and kernels, which multiply in float32, compute them. Where the
-        evaluation has a `result`, its values are the same in every model.
+    def evaluated_in(self, dtype: torch.dtype) -> QuantTensor:
+        """Return the tensor as a model in `dtype` evaluates it that casts its scales to `dtype`.
+
+        Values of a wider model are then not those of the producer: products of bfloat16 scales stay
+        unrounded in float32, as in transformers. Where the evaluation has a `result`, its values
+        are the same in every model.
         """
         if self.evaluation.result is not None:
             return self

@@ -64,9 +64,7 @@ FORMATS = (
         ModelOptReader,
         ("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"),
     ),
-    FormatRow(
-        "quark", "AMD Quark (fp8, int8, int4, MXFP4, MXFP6, NVFP4)", QuarkReader, ("quark",)
-    ),
+    FormatRow("quark", "AMD Quark (fp8, int8, int4, MXFP4, MXFP6, NVFP4)", QuarkReader, ("quark",)),
     FormatRow(
         "bitsandbytes",
         "bitsandbytes (nf4, fp4, int8)",

@@ -181,7 +181,11 @@ class AwqReader(Reader):
                     f"{listed(takers) or 'none'}, in `{self.checkpoint.name}`"
                 )
             taker = found[free[0]]
-            found[free[0]] = replace(taker, leaves={**taker.leaves, _INNER: entry.name})
+            found[free[0]] = replace(
+                taker,
+                leaves={**taker.leaves, _INNER: entry.name},
+                obstacle="its input channels have factors of their own",
+            )
 
 
 def _with_usual_names(checkpoint: Checkpoint) -> Checkpoint:

@@ -258,6 +258,7 @@ class BitsAndBytesReader(Reader):
             scheme=scheme_of(scheme, None),
             encoding="bitsandbytes int8, one scale a row",
             dtype=torch.float32,
+            obstacle="its scales are divided by 127 after they meet the codes",
             leaves=leaves.names,
             decided_by=self._config.entry or "SCB",
             is_transposed=keeps_input_first(self.checkpoint.config, module),

@@ -150,28 +150,23 @@ def _with_global_scale(tensor: QuantTensor) -> QuantTensor:
         # scales rounded to bfloat16 are what a global scale without dimensions gives
         dtype = tensor.evaluation.dtype
     elif tensor.outer is not None:
-        outer = _divisor(tensor.scale, outer, is_exact=tensor.evaluation.result is None)
+        outer = _divisor(tensor.scale, outer)
     if dtype not in (torch.float32, torch.bfloat16):
         raise NotLossless(f"its scales are computed in `{dtype}`")
     evaluation = Evaluation(dtype=dtype, outer="scale/", result=torch.bfloat16, scale=torch.float32)
     return replace(tensor, outer=outer, evaluation=evaluation, input_scale=None, input_zero=None)
 
 
-def _divisor(scale: Tensor, factor: Tensor, *, is_exact: bool) -> Tensor:
-    """Return the float32 that scales divided by are the same as multiplied by `factor`.
+def _divisor(scale: Tensor, factor: Tensor) -> Tensor:
+    """Return the float32 that scales divided by are most often the same as multiplied by `factor`.
 
     Args:
         scale: e4m3.
         factor: [1, 1] float32.
-        is_exact: Refuse where there is none; else return the one that misses the fewest scales.
     """
     present = torch.unique(scale.view(torch.uint8)).view(torch.float8_e4m3fn).to(torch.float32)
     nearest = 1 / factor
     infinity = torch.tensor(torch.inf)
     divisors = [nearest, *(torch.nextafter(nearest, end) for end in (infinity, -infinity))]
     missed = [int((present / divisor != present * factor).sum()) for divisor in divisors]
-    if is_exact and min(missed):
-        raise NotLossless(
-            f"no divisor gives the same scales as multiplying by its global scale {factor.item():g}"
-        )
     return divisors[missed.index(min(missed))]

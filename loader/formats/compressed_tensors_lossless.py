@@ -13,8 +13,8 @@ compressed-tensors computes `(code - zero) * scale` in the dtype of the scale. S
 * zero points that are whole numbers of the grid become integers, whatever dtype they had;
 * groups that do not divide the columns become smaller ones that do;
 * MX formats take scales that are powers of two, and compute in bfloat16;
-* NVFP4 divides by its global scale. One that the source multiplies by is replaced by the divisor
-  that gives the same scales, where there is one.
+* NVFP4 divides by its global scale. One that the source multiplies by is replaced by its
+  reciprocal or a neighbour of that: scales may differ in their last bit, finished values may not.
 
 Whether that reproduces the source is computed, not believed: `encode_lossless` compares all values.
 Equal means equal as numbers (zeros may differ in sign), in the dtype to which the source rounds

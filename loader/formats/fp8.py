@@ -191,6 +191,8 @@ class Fp8Reader(Reader):
             dtype=self._dtype,
         )
         self._check_method(weight, scale)
+        if self._config.divides:
+            weight = replace(weight, obstacle="its scales are divisors")
         if not _USUAL_LEAVES.keys() & leaves.entries.keys():
             return weight
         named = {_USUAL_LEAVES.get(leaf, leaf): name for leaf, name in weight.leaves.items()}

@@ -163,6 +163,7 @@ class HqqReader(Reader):
             dtype=stored.compute_dtype,
             leaves=leaves.names,
             decided_by=says.entry if self._config.is_stated else "W_q",
+            obstacle="" if meta.axis == 1 else "its groups run across rows",
         )
 
     def _read_meta(self, module: str, leaves: ModuleLeaves) -> _Stored:
@@ -294,11 +295,11 @@ def _flat_size(meta: HqqMeta) -> int | None:
 
 def _scheme(meta: HqqMeta) -> Scheme:
     shape, size = (meta.shape[0], meta.shape[1]), _flat_size(meta)
-    scheme = WeightScheme(grid=meta.grid, granularity="tensor", symmetric=False)
+    scheme = WeightScheme(grid=meta.grid, granularity="tensor", symmetric=False, zero="float")
     if size is None:  # so many elements of a column, for people
         height = meta.code_shape[0]
         scheme = WeightScheme(
-            grid=meta.grid, granularity="block", symmetric=False, block=(height, 1)
+            grid=meta.grid, granularity="block", symmetric=False, zero="float", block=(height, 1)
         )
     else:
         scheme = with_blocks(scheme, shape, size)

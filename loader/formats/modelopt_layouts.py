@@ -81,7 +81,16 @@ def describe(leaves: ModuleLeaves, algorithm: Algorithm, decided_by: str) -> Sou
         dtype=torch.float32,
         leaves=leaves.names,
         decided_by=decided_by,
+        obstacle=_obstacle(leaves),
     )
+
+
+def _obstacle(leaves: ModuleLeaves) -> str:
+    if "svdquant_lora_a" in leaves:
+        return f"a product of rank {leaves['svdquant_lora_a'].shape[0]} is added to its codes"
+    if "pre_quant_scale" in leaves:
+        return "its input channels have factors of their own"
+    return ""
 
 
 def _logical_shape(stored: Shape, algorithm: Algorithm) -> Shape:

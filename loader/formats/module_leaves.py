@@ -149,9 +149,7 @@ def refuse_unknown_parts(checkpoint: Checkpoint, weights: Mapping[str, SourceWei
     unknown = [
         name
         for name in checkpoint.tensors
-        if name.rpartition(".")[0] in quantized
-        and name not in taken
-        and not name.endswith(".bias")
+        if name.rpartition(".")[0] in quantized and name not in taken and not name.endswith(".bias")
     ]
     if unknown:
         raise UnsupportedVariant(

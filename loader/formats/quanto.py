@@ -223,7 +223,13 @@ class QuantoReader(Reader):
         packed = (-(-groups // (8 // grid.bits)), width)
         leaves.expect(_PACKED, dtypes=(torch.uint8,), shapes=[packed], because=because)
         shape = self._shape_of(leaves.module, groups, width)
-        scheme = WeightScheme(grid=grid, granularity="channel", symmetric=False)
+        is_float = leaves[_SHIFT].dtype.is_floating_point
+        scheme = WeightScheme(
+            grid=grid,
+            granularity="channel",
+            symmetric=False,
+            zero="offset" if is_float else "int",
+        )
         if shape[1] > width:
             scheme = replace(scheme, granularity="group", group_size=width)
         return shape, scheme

@@ -133,6 +133,7 @@ class TorchaoReader(Reader):
             decided_by=says.entry if rule is not None else "the metadata of the header",
             parameter="" if is_usual and not is_experts else stored.name,
             experts=layout.shape[0] if is_experts else 0,
+            obstacle="its input channels have factors of their own" if layout.inner else "",
         )
         self._layouts[weight.module] = layout
         return weight

@@ -92,7 +92,7 @@ class TorchaoConfig:
             parameter: Full name: "model.layers.0.self_attn.q_proj.weight".
         """
         module = parameter.rpartition(".")[0]
-        for run in _runs(module):
+        for run in _runs(module) if self.skipped else ():
             if run in self.skipped:
                 return ConfigSays(False, f"modules_to_not_convert: {run}"), None
         names = names_of(module)

@@ -175,8 +175,12 @@ def _part_tensor(name: str, part: str) -> str:
 
 def _descriptions(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     described: dict[str, dict[str, Any]] = {}
+    seen: dict[str, str] = {}
     for texts in checkpoint.texts.values():
         for name, text in texts.items():
+            if seen.get(name) == text:
+                continue  # every shard has the descriptions of all
+            seen[name] = text
             description = _description(text)
             if description is None:
                 continue

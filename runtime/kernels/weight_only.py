@@ -49,9 +49,8 @@ def why_not(weight: QuantTensor, *, device: torch.device, dtype: torch.dtype) ->
         return f"the weight is empty: {weight.shape[0]} x {weight.shape[1]}"
     if weight.grid.table is not None and weight.grid.bits > 4:
         return f"grid {weight.grid.name} is a table of more than 16 values"
-    rounded_to = weight.evaluation.result
-    if rounded_to is not None and torch.finfo(rounded_to).eps > torch.finfo(dtype).eps:
-        return f"values are rounded to {rounded_to}, which shows in {dtype}"
+    if torch.finfo(weight.rounded_to).eps > torch.finfo(dtype).eps:
+        return f"values are rounded to {weight.rounded_to}, which shows in {dtype}"
     if device.type == "cpu" and _INTERPRETED and triton.knobs.runtime.interpret:
         return None
     if device.type != "cuda":

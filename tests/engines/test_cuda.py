@@ -45,8 +45,9 @@ def tokens(batch, length):
 def test_float32_logits_agree_with_the_reference_on_the_cpu(base, tmp_path, scheme, batch, length):
     folder = api.convert(base, tmp_path / "out", scheme).folder
     ids = tokens(batch, length)
-    expected = api.load(folder, device="cpu", dtype=torch.float32, fuse=False)(ids).logits
-    model = api.load(folder, device="cuda", dtype=torch.float32)
+    options = {"dtype": torch.float32, "exact": False}  # scales are bfloat16, kernels do not round
+    expected = api.load(folder, device="cpu", fuse=False, **options)(ids).logits
+    model = api.load(folder, device="cuda", **options)
     got = model(ids.cuda()).logits.cpu()
     kernels = {report.kernel for report in api.explain(model) if report.scheme != "dense"}
     assert kernels == {"triton weight-only"}, kernels
@@ -54,6 +55,18 @@ def test_float32_logits_agree_with_the_reference_on_the_cpu(base, tmp_path, sche
         assert (got - expected).norm() / expected.norm() < 1e-4
     else:  # a code of the input that flips at a rounding boundary moves a result by a step
         assert kl_divergence(expected, got).mean() < 1e-3
+
+
+@torch.no_grad()
+def test_exact_values_in_a_wider_model_run_without_the_kernel(base, tmp_path):
+    folder = api.convert(base, tmp_path / "out", "W4A16").folder
+    ids = tokens(1, 17)
+    expected = api.load(folder, device="cpu", dtype=torch.float32, fuse=False)(ids).logits
+    model = api.load(folder, device="cuda", dtype=torch.float32)
+    kernels = {report.kernel for report in api.explain(model) if report.scheme != "dense"}
+    assert kernels == {"dequantize and multiply"}, kernels
+    got = model(ids.cuda()).logits.cpu()
+    assert (got - expected).norm() / expected.norm() < 1e-5
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_BLOCK"])

@@ -33,7 +33,7 @@ def plain_model(source):
     for module, weight in source.weights.items():
         value = source.read_weight(module)
         if isinstance(value, QuantTensor):
-            value = value.evaluated_in(torch.float32).dequantize()
+            value = value.dequantize()
         state[weight.parameter_name] = value.float()
     wanted = dict(model.named_parameters())
     for name in [n for n in wanted if n.endswith("experts.gate_up_proj")]:

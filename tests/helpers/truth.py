@@ -46,7 +46,7 @@ class Truth:
     @property
     def weights(self) -> dict[str, Tensor]:
         """Expected values by parameter name; of some only rows, see `difference`."""
-        others = ("logits", "input_ids", "last_hidden", "pixel", "image")
+        others = ("logits", "input_ids", "last_hidden", "pixel", "image", "token_type", "mm_token")
         return {key: t for key, t in self.tensors.items() if not key.startswith(others)}
 
     def difference(self, key: str, found: Tensor, *, ulps: int = 0) -> str:

@@ -319,9 +319,23 @@ def test_partial_blocks_are_named(tmp_path):
 def test_a_scheme_that_reaches_nothing_is_a_warning(tmp_path):
     made = {"model.embed_tokens.weight": torch.randn(8, 64), "a.b.weight": torch.randn(8, 48)}
     plan = plan_of(tiny.write(tmp_path, {}, made), "W4A16")
-    assert plan.warnings == ("no module is quantized to W4A16; the plan says why",)
+    assert plan.warnings == (
+        "no module is quantized to W4A16; the plan says why",
+        "1 modules stay in full precision, since no group size divides their columns: `a.b`",
+    )
     assert plan_of(tmp_path, "dense").warnings == ()
     assert "quantization_config" not in plan.config
+
+
+def test_a_group_size_that_was_asked_for_must_divide(tmp_path):
+    made = {"a.b.weight": torch.randn(8, 96), "a.c.weight": torch.randn(8, 128)}
+    folder = tiny.write(tmp_path, {}, made)
+    with pytest.raises(ConfigError, match=r"width of `a.b`: 96 columns, group 64 \(default scheme"):
+        plan_of(folder, "W4A16:g64")
+    with pytest.raises(ConfigError, match=r"group 256 \(rule `a.c = W8A16:g256`\)"):
+        plan_of(folder, "W4A16", ["a.c=W8A16:g256"])
+    plan = plan_of(folder, "W4A16:g64", ["a.b=keep"])
+    assert {str(row.scheme) for row in plan.rows} == {"None", "W4A16:g64"}
 
 
 def _experts(folder):

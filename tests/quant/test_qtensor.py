@@ -409,3 +409,56 @@ def test_scales_may_be_divisors(block):
     assert torch.equal(divided.multiplier, 1 / tensor.scale)
     assert tensor.multiplier is tensor.scale
     assert why_not_stackable([tensor, divided]) == "dtype or order of evaluation differ"
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("use", ["scale*", "scale/"])
+@pytest.mark.parametrize("block", [(6, 8), (2, 4), (1, 4)])
+def test_outer_factors_folded_into_the_scale(block, use, rows):
+    codes = torch.randint(-8, 8, (6, 8)).to(torch.int8)
+    grid_shape = (6 // block[0], 8 // block[1])
+    tensor = QuantTensor(
+        grid=INT4,
+        codes=codes,
+        scale=torch.rand(grid_shape).half(),
+        zero=torch.randint(-8, 8, grid_shape).to(torch.int8),
+        outer=torch.rand(rows, 1) + 0.5,
+        block=block,
+        evaluation=Evaluation(torch.float32, use),
+    )
+    folded = tensor.folded()
+    assert folded.outer is None
+    assert folded.scale.dtype == torch.float32
+    assert folded.scale.shape[0] == (6 if rows > 1 else grid_shape[0])
+    assert torch.equal(folded.dequantize(), tensor.dequantize())
+
+
+def test_outer_factors_of_values_are_not_folded():
+    scale = torch.ones(1, 1)
+    codes = torch.ones(2, 2, dtype=torch.int8)
+    of_values = Evaluation(torch.float32, "value*")
+    tensor = QuantTensor(
+        grid=INT4, codes=codes, scale=scale, block=(2, 2), outer=scale, evaluation=of_values
+    )
+    assert tensor.folded() is tensor
+    alone = replace(tensor, outer=None)
+    assert alone.folded() is alone
+
+
+def test_the_dtype_in_which_a_scale_meets_outer():
+    """bfloat16 codes times a scale that was divided in float32 and then rounded to bfloat16."""
+    scale, outer = torch.tensor([[1.0]], dtype=torch.float8_e4m3fn), torch.tensor([[2345.678]])
+    evaluation = Evaluation(torch.bfloat16, "scale/", scale=torch.float32)
+    tensor = QuantTensor(
+        grid=INT4,
+        codes=torch.tensor([[3]], dtype=torch.int8),
+        scale=scale,
+        outer=outer,
+        block=(1, 1),
+        evaluation=evaluation,
+    )
+    expected = torch.tensor(3.0).bfloat16() * (1 / outer).bfloat16()
+    assert torch.equal(tensor.dequantize(), expected)
+    assert torch.equal(tensor.folded().dequantize(), expected)
+    early = replace(tensor, evaluation=replace(evaluation, scale=None))
+    assert not torch.equal(early.dequantize(), expected)

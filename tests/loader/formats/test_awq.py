@@ -4,12 +4,15 @@ import json
 
 import numpy as np
 import pytest
+import tiny_checkpoints
 import torch
 from faults import silent_faults
 from int_packing import awq_tensors, memory_checkpoint, quantized_llama, random_parts, values_of
 from loading import logits_errors
+from transformers import AutoConfig, AutoModelForCausalLM
 from truth import CHECKPOINTS
 
+import quantload
 from quantload.errors import CheckpointError, FormatMismatch, NonFiniteWeight, UnsupportedVariant
 from quantload.loader.formats import open_source
 from quantload.loader.open import open_checkpoint
@@ -273,3 +276,46 @@ def test_logits(name):
     exact, rounded = logits_errors(folder)
     assert exact < 1e-4
     assert rounded < 0.02
+
+
+def test_a_model_with_a_scaled_activation_runs(tmp_path):
+    content = {
+        "architectures": ["Starcoder2ForCausalLM"],
+        "model_type": "starcoder2",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 40,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        "quantization_config": CONFIG,
+    }
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content)).float().eval()
+    tensors = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    divisors = torch.rand(64) + 0.5
+    with torch.no_grad():
+        for name in ("c_fc", "c_proj"):
+            linear = plain.model.layers[0].mlp.get_submodule(name)
+            module = f"model.layers.0.mlp.{name}"
+            del tensors[f"{module}.weight"]
+            leaves, _ = packer()(module, *linear.weight.shape)
+            tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in leaves.items()}
+            fields, zeros, scales = random_parts(
+                *linear.weight.shape, linear.weight.shape[1] // 32, 4, seed=sum(module.encode())
+            )
+            groups = np.arange(linear.weight.shape[1]) // 32
+            value = values_of(fields, zeros, scales, groups, torch.float32)
+            linear.weight.copy_(value / divisors if name == "c_proj" else value)
+    tensors["model.layers.0.mlp.act.scales"] = divisors
+    tiny_checkpoints.write(tmp_path / "m", content, tensors)
+    loaded = quantload.load(tmp_path / "m", device="cpu", dtype=torch.float32)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        found, expected = loaded(tokens).logits, plain(tokens).logits
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+    with torch.no_grad():
+        plain.model.layers[0].mlp.c_proj.weight.mul_(divisors)
+        without = plain(tokens).logits
+    assert float((found - without).norm() / without.norm()) > 1e-3

@@ -26,7 +26,17 @@ FOREIGN = sorted(
     for folder in SHARED.glob("*/*/")
     if (
         folder.parent.name.split("-")[0]
-        not in ("base", "transformers", "gguf", "llmcompressor", "bitsandbytes", "hqq", "optimum")
+        not in (
+            "base",
+            "transformers",
+            "gguf",
+            "llmcompressor",
+            "bitsandbytes",
+            "hqq",
+            "optimum",
+            "nvidia",
+            "amd",
+        )
         and not folder.parent.name.startswith("compressed-tensors")
     )
     or folder.parent.name.startswith("transformers-quant")
@@ -35,7 +45,7 @@ FOREIGN = sorted(
 
 @pytest.mark.parametrize(
     "method",
-    ["gptq", "awq", "modelopt", "gguf", "dense", None, 4, ["x"]],
+    ["gptq", "awq", "gguf", "dense", None, 4, ["x"]],
 )
 def test_other_formats_are_refused_by_name(tmp_path, method):
     content = {**CONFIG, "quantization_config": {"quant_method": method, "bits": 4}}

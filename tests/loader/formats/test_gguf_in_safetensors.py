@@ -176,3 +176,12 @@ def test_rows_are_in_the_order_of_transformers():
         source = open_source(open_checkpoint(truth.folder))
         key = next(key for key in truth.weights if "q_proj" in key)
         assert truth.difference(key, read_named(source, key.partition("@")[0])) == ""
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_rows_of_canonical_types_end_at_their_true_length(kind):
+    raw, expected = blocks(kind, 8, 60)
+    bits, name = TYPES[kind]
+    config = {**CONFIG, "bits": bits, "checkpoint_format": name}
+    source = opened({"model.layers.0.mlp.up_proj.qweight": raw}, config, hidden_size=60)
+    assert torch.equal(values(source, "model.layers.0.mlp.up_proj"), expected)

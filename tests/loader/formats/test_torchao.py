@@ -349,6 +349,24 @@ def test_a_part_that_is_not_read(tmp_path):
         opened(ao.write(tmp_path / "m", {NAME: (parts, description)}))
 
 
+def test_a_tensor_beside_the_parts(tmp_path):
+    folder = ao.write(tmp_path / "m", {NAME: ao.int8()})
+    tensors = ao.flattened({NAME: ao.int8()}) | {f"{UP}.factor": torch.ones(1)}
+    texts = ao.metadata({NAME: ao.int8()})
+    tiny.save_file(tensors, folder / "model.safetensors", metadata=texts)
+    with pytest.raises(UnsupportedVariant, match=r"have tensors that are not read: .*\.factor"):
+        opened(folder)
+
+
+def test_a_weight_that_is_there_twice(tmp_path):
+    folder = ao.write(tmp_path / "m", {NAME: ao.int8()})
+    tensors = ao.flattened({NAME: ao.int8()}) | {NAME: torch.ones(128, 64)}
+    texts = ao.metadata({NAME: ao.int8()})
+    tiny.save_file(tensors, folder / "model.safetensors", metadata=texts)
+    with pytest.raises(FormatMismatch, match="both an ordinary tensor and the parts of a `Int8T"):
+        opened(folder)
+
+
 def test_no_fault_is_silent(tmp_path):
     codes, stored = int4((8, 16))
     weights = {

@@ -1,0 +1,46 @@
+"""One row of a plan: the decision for one module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantload.loader.output_files import OutputTensor
+from quantload.quant.scheme import Scheme
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRow:
+    """The decision for one module.
+
+    Args:
+        module: Checkpoint name of the module.
+        shape: Shape of its weight.
+        source: What the headers say it is.
+        scheme: What it becomes; None keeps or makes it full precision.
+        reason: Which rule, default or limit decided.
+        dtype: dtype of scales, or of the full-precision weight.
+        read_from: Module whose weight is read; differs from `module` for a head that was tied.
+        keeps_values: True if the quantized weight of the source is written with the same values.
+        is_same: True if its rule asks for what the source has.
+        outputs: The tensors that are written.
+        source_bytes: Bytes of its tensors in the source.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    source: str
+    scheme: Scheme | None
+    reason: str
+    dtype: torch.dtype
+    read_from: str
+    keeps_values: bool = False
+    is_same: bool = False
+    outputs: tuple[OutputTensor, ...]
+    source_bytes: int
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of tensor data that are written."""
+        return sum(tensor.num_bytes for tensor in self.outputs)

@@ -1,0 +1,399 @@
+"""Public bug reports about scales, packing and number formats."""
+
+import compressed
+import constant_weights as constant
+import modelopt_encoder
+import numpy as np
+import pytest
+import tiny_checkpoints as tiny
+import torch
+from constant_weights import E4M3, FP8_CHANNEL, INT4_ARGUMENTS, ct_config, fp8, int4, plain
+from converting import converted, plan_of, rows_of
+from fp8_files import opened, write
+from int_packing import gptq_tensors, random_parts, values_of
+
+import quantload
+from quantload.errors import (
+    ConfigError,
+    FormatMismatch,
+    MissingTensor,
+    RuleSplitsStack,
+    UnsupportedVariant,
+)
+from quantload.quant.activation import fake_quantize, fake_quantize_static
+from quantload.quant.grid import E4M3 as E4M3_GRID
+from quantload.quant.grid import INT4
+from quantload.quant.qtensor import Evaluation, QuantTensor
+from quantload.quant.scheme import InputScheme
+
+LAYER = "model.layers.0"
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
+def test_br018_fused_on_disk_channel_scale(tmp_path):
+    module = f"{LAYER}.self_attn.qkv_proj"
+    scale = torch.tensor([[2.0 ** -(1 + row // 32)] for row in range(128)])
+    folder = write(
+        tmp_path,
+        fp8(module, 128, 64, scale=scale),
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    )
+    weight = opened(folder).read_weight(module)
+    q, k, v = (weight.rows(*cut).dequantize() for cut in ((0, 64), (64, 96), (96, 128)))
+    assert (q[:32] == 0.5).all()
+    assert (q[32:] == 0.25).all()
+    assert (k == 0.125).all()
+    assert (v == 0.0625).all()
+
+
+def test_br020_ignore_names_fused_module(tmp_path):
+    fused, attention = f"{LAYER}.self_attn.qkv_proj", "model.layers.1.self_attn"
+    ignore = [fused, f"{attention}.q_proj", f"{attention}.k_proj"]
+    tensors = {**plain(fused), **plain(f"{attention}.q_proj"), **plain(f"{attention}.k_proj")}
+    tensors |= int4(f"{attention}.v_proj", 64, 64)
+    folder = write(tmp_path, tensors, ct_config(INT4_ARGUMENTS, ignore=ignore))
+    source = opened(folder)
+    quantized = {m for m, w in source.weights.items() if w.is_quantized}
+    assert quantized == {f"{attention}.v_proj"}
+    for module in ignore:
+        assert torch.equal(source.read_dense(module), tensors[f"{module}.weight"])
+    assert [w for w in plan_of(folder, "same").warnings if f"{attention}.v_proj" in w]
+    with pytest.raises(RuleSplitsStack, match=r"v_proj: W4A16"):
+        plan_of(folder, "W4A16:g32", ["*.q_proj=keep", "*.k_proj=keep"])
+
+
+def _groups(rows, columns, group):
+    """int4 codes 1 with a scale of its own for each group: 1, 2, 3, ..."""
+    count = columns // group
+    return QuantTensor(
+        grid=INT4,
+        codes=torch.ones(rows, columns, dtype=torch.int8),
+        scale=torch.arange(1.0, count + 1).expand(rows, count).contiguous(),
+        block=(1, group),
+        evaluation=Evaluation(torch.float32),
+    )
+
+
+def test_br022_group_straddles_rank():
+    weight = _groups(8, 96, 32)
+    ranks = [weight.columns(0, 48), weight.columns(48, 96)]
+    assert ranks[0].dequantize()[3].tolist() == [1.0] * 32 + [2.0] * 16
+    assert ranks[1].dequantize()[3].tolist() == [2.0] * 16 + [3.0] * 32
+
+
+@pytest.mark.parametrize("group", [128, 64, 32])
+def test_br025_tp_compatibility_report(group):
+    """A cut through a group keeps the values: it only repeats scales."""
+    for columns in (896, 4864):
+        weight = _groups(2, columns, group)
+        half = columns // 2
+        parts = weight.columns(0, half), weight.columns(half, columns)
+        together = torch.cat([part.dequantize() for part in parts], dim=1)
+        assert torch.equal(together, weight.dequantize())
+        assert (parts[1].block[1] < group) is (half % group != 0)
+        assert (half % group != 0) is ((columns, group) == (896, 128))
+
+
+@pytest.mark.parametrize(("columns", "group"), [(768, 512), (80, 32)])
+def test_br034_group_does_not_divide(tmp_path, columns, group):
+    module = f"{LAYER}.mlp.up_proj"
+    folder = tiny.write(tmp_path / "in", tiny.config(layers=1), plain(module, 64, columns))
+    with pytest.raises(ConfigError, match=rf"`{module}`.*{columns} columns.*{group}"):
+        quantload.convert(folder, tmp_path / "out", "W4A16", group_size=group)
+    assert not (tmp_path / "out").exists()
+    plan = plan_of(folder, f"W4A16:g{group}", [f"{module}=W4A16:g16"])
+    assert str(rows_of(plan)[module].scheme) == "W4A16:g16"
+
+
+@pytest.mark.parametrize("batch", [1, 17])
+def test_br035_out_features_not_tile(tmp_path, batch):
+    content = tiny.config(hidden=64, intermediate=48, layers=1, dtype=torch.float16)
+    tensors, expected = tiny.tensors(content), {}
+    for part in ("gate_proj", "up_proj"):
+        module = f"{LAYER}.mlp.{part}"
+        del tensors[f"{module}.weight"]
+        fields, zeros, scales = random_parts(48, 64, 2, 4, seed=len(expected))
+        zeros = zeros.clip(1)
+        leaves = gptq_tensors(fields, zeros, scales, bits=4)
+        tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in leaves.items()}
+        groups = torch.arange(64) // 32
+        expected[part] = values_of(fields, zeros, scales, groups, torch.float16).float()
+    dynamic = {r"-:.*(self_attn|down_proj).*": {}}
+    content["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    content["quantization_config"] |= {"sym": False, "desc_act": False, "dynamic": dynamic}
+    folder = tiny.write(tmp_path, content, tensors)
+    model = quantload.load(folder, device="cpu", dtype=torch.float32)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(batch, 64)
+    for part, weight in expected.items():
+        torch.testing.assert_close(getattr(mlp, part)(x), x @ weight.T, rtol=1e-2, atol=2e-3)
+
+
+def test_br038_unknown_scale_suffix(tmp_path):
+    module = "layers.0.attn.wo_b"
+    config = {**FP8, "weight_block_size": [32, 32]}
+    scaled = fp8(module, 32, 32, scale=torch.full((1, 1), 2.0**-8), leaf="scale")
+    weight = opened(write(tmp_path / "a", scaled, config)).read_dense(module)
+    assert (weight == 0.00390625).all()
+    for name, of_method in (("fp8", config), ("ct", ct_config(FP8_CHANNEL))):
+        folder = write(tmp_path / name, fp8(module, 32, 32), of_method)
+        with pytest.raises(MissingTensor, match=rf"`{module}.weight`"):
+            opened(folder)
+
+
+MX8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
+MX8["scale_dtype"] = "torch.uint8"
+MX_CONFIGS = {
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+    "compressed-tensors": ct_config(MX8, layout="mxfp8-quantized"),
+    "mxfp8": {"quant_method": "mxfp8"},
+}
+
+
+@pytest.mark.parametrize("method", MX_CONFIGS)
+def test_br040_u8_scale_as_linear(tmp_path, method):
+    bytes_ = torch.tensor([[127, 120], [119, 128]], dtype=torch.uint8)
+    module = f"{LAYER}.mlp.up_proj"
+    folder = write(tmp_path, fp8(module, 2, 64, scale=bytes_), MX_CONFIGS[method])
+    found = opened(folder).read_dense(module)
+    expected = torch.tensor([[1.0, 0.0078125], [0.00390625, 2.0]])
+    assert torch.equal(found.float(), expected.repeat_interleave(32, dim=1))
+
+
+def test_br042_ue8m0_round_first(tmp_path):
+    """Inputs of MX layers are the only place where powers of two are made here."""
+    scheme = InputScheme(grid=E4M3_GRID, granularity="group", group_size=32, scale="e8m0")
+    x = torch.zeros(1, 32)
+    x[0, :2] = torch.tensor([1.0, 0.3])
+    assert fake_quantize(x, scheme)[0, :3].tolist() == [1.0, 0.3125, 0.0]
+    codes = torch.zeros(1, 32, dtype=torch.uint8)
+    codes[0, :2] = torch.tensor([0x78, 0x6A])
+    module = f"{LAYER}.mlp.up_proj"
+    stored = {f"{module}.weight": codes.view(E4M3)}
+    stored[f"{module}.weight_scale"] = torch.tensor([[119]], dtype=torch.uint8)
+    found = opened(write(tmp_path, stored, MX_CONFIGS["modelopt"])).read_dense(module)
+    assert found[0, :3].tolist() == [1.0, 0.3125, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_br046_mx_inputs_are_those_of_the_library(dtype):
+    scheme = InputScheme(grid=E4M3_GRID, granularity="group", group_size=32, scale="e8m0")
+    arguments = compressed.library().QuantizationArgs(
+        **{**MX8, "scale_dtype": torch.uint8}, dynamic=True
+    )
+    x = torch.randn(1, 40, 64) * torch.logspace(-8, 8, 40)[:, None]
+    x[0, 3, :32] = 0
+    x[0, :, 40] = x[0, :, 32:].abs().amax(-1) * torch.linspace(1, 2, 40)
+    x = x.to(dtype)
+    assert torch.equal(fake_quantize(x, scheme), compressed.fake_quantized(x, arguments))
+
+
+def test_br043_fnuz_conversion(tmp_path):
+    """The other FP8 is refused by name where it is declared; codes and scales are never changed."""
+    module = f"{LAYER}.mlp.up_proj"
+    header = {f"{module}.weight": {"dtype": "F8_E4M3FNUZ", "shape": [1, 3], "data_offsets": [0, 3]}}
+    folder = write(tmp_path / "a", plain("lm_head"), FP8)
+    tiny.raw_safetensors(folder / "model.safetensors", header, b"\x38\x80\x7e")
+    with pytest.raises(quantload.QuantloadError, match="FNUZ"):
+        opened(folder)
+    codes = torch.tensor([[0x38, 0x80, 0x7E]], dtype=torch.uint8).view(E4M3)
+    stored = {f"{module}.weight": codes, f"{module}.weight_scale_inv": torch.tensor(0.5)}
+    folder = write(tmp_path / "b", stored, FP8)
+    for _ in range(2):
+        assert opened(folder).read_dense(module).tolist() == [[0.5, 0.0, 224.0]]
+
+
+def _one_nvfp4(module):
+    """Code 7 (6.0) with block scale 448, as ModelOpt and as compressed-tensors store it."""
+    packed = torch.full((4, 16), 0x77, dtype=torch.uint8)
+    scale = constant.fp8_codes(4, 2, code=0x7E)
+    modelopt = {"weight": packed, "weight_scale": scale, "weight_scale_2": torch.tensor(2.0**-8)}
+    modelopt["input_scale"] = torch.tensor(2.0**-8)
+    ours = {"weight_packed": packed, "weight_scale": scale}
+    ours["weight_global_scale"] = torch.tensor([256.0])
+    return [{f"{module}.{k}": t for k, t in leaves.items()} for leaves in (modelopt, ours)]
+
+
+NVFP4_ARGUMENTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+
+
+def test_br045_divisor_or_multiplier(tmp_path):
+    module = f"{LAYER}.mlp.up_proj"
+    modelopt, ours = _one_nvfp4(module)
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    one = write(tmp_path / "modelopt", modelopt, config)
+    two = write(tmp_path / "ct", ours, ct_config(NVFP4_ARGUMENTS, layout="nvfp4-pack-quantized"))
+    three = converted(one, tmp_path / "converted", "same", lossless=True)
+    for folder in (one, two, three):
+        assert (opened(folder).read_dense(module) == 10.5).all(), folder.name
+    source = opened(three)
+    assert source.weights[module].is_quantized
+    assert source.checkpoint.read(f"{module}.weight_global_scale").item() == 256.0
+
+
+def test_br046_mx_scale_from_amax_over_6():
+    """Inputs in MXFP4 stay in full precision; in MXFP8 the exponent comes from amax itself."""
+    scheme = InputScheme(grid=E4M3_GRID, granularity="group", group_size=32, scale="e8m0")
+    x = torch.zeros(3, 32)
+    x[:, 0] = torch.tensor([2.7, 5.5, 1.2]) * 64  # the range of e4m3 ends at 2^8, of e2m1 at 2^2
+    found = fake_quantize(x, scheme)
+    scale = torch.tensor([0.5, 1.0, 0.25])
+    expected = (x[:, 0] / scale).to(E4M3).float() * scale
+    assert torch.equal(found[:, 0], expected)
+    assert ((found[:, 0] / x[:, 0] - 1).abs() < 2**-4).all()
+
+
+def test_br047_activation_clamp():
+    x = torch.tensor([[1000.0, -1e30, 448.0, 464.0, 0.0]])
+    found = fake_quantize_static(x, E4M3_GRID, torch.tensor([1.0]), None)
+    assert found.tolist() == [[448.0, -448.0, 448.0, 448.0, 0.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_br048_half_precision_scales(tmp_path, dtype):
+    module = f"{LAYER}.mlp.up_proj"
+    stored = {f"{module}.weight": constant.fp8_codes(1, 32)}
+    stored[f"{module}.weight_scale_inv"] = torch.tensor([[0.0078125]], dtype=dtype)
+    folder = write(tmp_path, stored, {**FP8, "weight_block_size": [1, 32]})
+    assert (opened(folder).read_dense(module) == 0.0078125).all()
+    if dtype == torch.bfloat16:
+        scale = torch.tensor([[0.00390625 * 1.9921875]], dtype=dtype)
+        stored[f"{module}.weight_scale_inv"] = scale
+        folder = write(tmp_path, stored, {**FP8, "weight_block_size": [1, 32]})
+        assert (opened(folder).read_dense(module).double() == 255 * 2.0**-15).all()
+
+
+def test_br050_fp16_scale_underflow(tmp_path, caplog):
+    module = f"{LAYER}.mlp.up_proj"
+    weight = torch.randn(4, 96)
+    weight[1, :32] = torch.linspace(-1, 1, 32) * 7 * 2.0**-27
+    weight[1, 32:64] = 0
+    tensors = {f"{module}.weight": weight}
+    folder = tiny.write(tmp_path / "in", tiny.config(dtype=torch.float32, layers=1), tensors)
+    out = converted(folder, tmp_path / "out", "W4A16:g32", dtype=torch.float16)
+    found = opened(out).read_dense(module).float()
+    assert bool(found.isfinite().all())
+    assert ((found - weight)[1, :64].abs() <= 7 * 2.0**-27).all()
+    assert f"1 group of `{module}`" in caplog.text
+
+
+def test_br053_zero_projection_in_fused_group(tmp_path):
+    """A fused group with a projection of zeros: each keeps its own global scale."""
+    gate, up = f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"
+    (tensors, _), (zeros, _) = _one_nvfp4(gate), _one_nvfp4(up)
+    zeros[f"{up}.weight"] = torch.zeros(4, 16, dtype=torch.uint8)
+    zeros[f"{up}.weight_scale_2"] = torch.tensor(2.0**-20)
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    folder = write(tmp_path / "in", {**tensors, **zeros}, config)
+    out = opened(converted(folder, tmp_path / "out", "same", lossless=True))
+    assert not out.read_dense(up).any()
+    assert (out.read_dense(gate) == 10.5).all()
+    for module in (gate, up):
+        scale = out.checkpoint.read(f"{module}.weight_global_scale")
+        assert bool((scale.isfinite() & (scale > 0)).all())
+
+
+def test_br060_asym_expert_zero_points(tmp_path):
+    tensors = {}
+    for expert in range(2):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            module = f"{LAYER}.mlp.experts.{expert}.{part}"
+            tensors |= int4(module, 64, 64, code=3, zero=-2, scale=0.5)
+    config = ct_config({**INT4_ARGUMENTS, "symmetric": False}, layout="pack-quantized")
+    source = opened(write(tmp_path, tensors, config))
+    assert len(source.weights) == 6
+    assert not source.plain
+    for module in source.weights:
+        assert (source.read_dense(module) == 2.5).all()
+
+
+def test_br056_expert_scales_transposed(tmp_path):
+    name = f"{LAYER}.mlp.experts.gate_up_proj"
+    scale = torch.tensor([2.0**-row for row in range(8)]).reshape(1, 8, 1).repeat(2, 1, 1)
+    tensors = {name: constant.fp8_codes(2, 8, 4), f"{name}_scale": scale}
+    source = opened(write(tmp_path, tensors, FP8))
+    expected = scale.expand(2, 8, 4)
+    assert torch.equal(source.read_parameter(name).float(), expected)
+    weight = source.read_weight(name)
+    for expert in range(2):
+        start = 8 * expert
+        for rank in range(2):
+            cuts = [(start + 2 * rank, start + 2 * rank + 2)]
+            cuts.append((cuts[0][0] + 4, cuts[0][1] + 4))
+            part = torch.cat([weight.rows(*cut).dequantize().float() for cut in cuts])
+            rows = [row - start for cut in cuts for row in range(*cut)]
+            assert rows == ([0, 1, 4, 5], [2, 3, 6, 7])[rank]
+            assert torch.equal(part, expected[expert, rows])
+
+
+def test_br062_expert_without_input_scale(tmp_path):
+    modules = [f"{LAYER}.mlp.experts.{expert}.gate_proj" for expert in range(2)]
+    tensors = {}
+    for module in modules:
+        tensors |= fp8(module, 16, 16, scale=torch.tensor(0.5))
+    tensors[f"{modules[0]}.input_scale"] = torch.tensor(0.25)
+    static = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    configs = [
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        ct_config(constant.FP8_TENSOR, input_activations=static),
+    ]
+    for number, config in enumerate(configs):
+        folder = write(tmp_path / str(number), tensors, config)
+        with pytest.raises((MissingTensor, FormatMismatch), match=r"experts\.1\.gate_proj"):
+            opened(folder)
+
+
+def test_br072_missing_scale_defaulted(tmp_path):
+    q, k = f"{LAYER}.self_attn.q_proj", f"{LAYER}.self_attn.k_proj"
+    configs = [ct_config(FP8_CHANNEL), FP8, {"quant_method": "modelopt", "quant_algo": "FP8"}]
+    for number, config in enumerate(configs):
+        folder = write(tmp_path / f"{number}q", {**fp8(q, 16, 16), **plain(k)}, config)
+        with pytest.raises((MissingTensor, UnsupportedVariant), match=rf"{q}\.weight_scale"):
+            opened(folder)
+        source = opened(write(tmp_path / f"{number}k", plain(k), config))
+        assert not source.weights[k].is_quantized
+
+
+def test_br073_quantized_but_not_targeted(tmp_path):
+    down = f"{LAYER}.mlp.down_proj"
+    tensors = {**plain("lm_head"), **fp8(down, 16, 16, scale=torch.full((16, 1), 0.5))}
+    config = ct_config(FP8_CHANNEL, ignore=["lm_head", "re:.*down_proj"])
+    source = opened(write(tmp_path, tensors, config))
+    assert (source.read_dense(down) == 0.5).all()
+    assert [warning for warning in source.warnings if down in warning]
+
+
+def test_br068_quantized_embeddings(tmp_path):
+    content = tiny.config(hidden=64, vocabulary=32, layers=1)
+    tensors = tiny.tensors(content)
+    del tensors["model.embed_tokens.weight"]
+    codes = np.random.default_rng(0).integers(-8, 8, (32, 64))
+    scale = torch.rand(32, 1).bfloat16()
+    words = np.zeros((32, 8), dtype=np.uint32)
+    for column in range(64):
+        words[:, column // 8] |= (codes[:, column] + 8).astype(np.uint32) << (4 * (column % 8))
+    leaves = {"weight_packed": torch.from_numpy(words.view(np.int32)), "weight_scale": scale}
+    leaves["weight_shape"] = torch.tensor([32, 64])
+    tensors |= {f"model.embed_tokens.{leaf}": part for leaf, part in leaves.items()}
+    arguments = {"num_bits": 4, "type": "int", "strategy": "channel"}
+    config = ct_config(arguments, layout="pack-quantized", targets=["model.embed_tokens"])
+    content["quantization_config"] = config
+    model = quantload.load(tiny.write(tmp_path, content, tensors), device="cpu")
+    ids = torch.tensor([0, 31, 31])
+    expected = torch.from_numpy(codes).bfloat16() * scale
+    assert torch.equal(model.get_input_embeddings()(ids), expected[ids])
+
+
+def test_br063_tied_quantized_body(tmp_path):
+    content = tiny.config(hidden=64, vocabulary=32, layers=1, tied=True)
+    tensors = tiny.tensors(content)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        module, (rows, columns) = name.removesuffix(".weight"), tensors.pop(name).shape
+        made = modelopt_encoder.encoded("NVFP4", rows, columns)
+        tensors |= {f"{module}.{leaf}": part for leaf, part in made.leaves.items()}
+    content["quantization_config"] = modelopt_encoder.flat("NVFP4")
+    model = quantload.load(tiny.write(tmp_path, content, tensors), device="cpu")
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    assert head.data_ptr() == embedding.data_ptr()
+    assert torch.equal(head, tensors["model.embed_tokens.weight"])
