@@ -330,11 +330,15 @@ def _describe(scheme: Any) -> str:  # noqa: ANN401 - a Scheme, imported lazily
 
 @main.command()
 def formats() -> None:
-    """List the formats that are read."""
+    """List the formats that are read, and those that are known but not read."""
     from quantload.loader.formats import FORMATS
+    from quantload.loader.formats.detect import REFUSED
 
     for row in FORMATS:
         click.echo(f"{row.name:20} {row.title}")
+    click.echo("\nnot read:")
+    for method, (title, way_out) in REFUSED.items():
+        click.echo(f"{method:20} {title}: {way_out}")
 
 
 if __name__ == "__main__":

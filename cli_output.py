@@ -270,6 +270,7 @@ def inspect_json(source: Source) -> dict[str, Any]:
             entry.name: [str(entry.dtype)[6:], list(entry.shape)] for entry in source.plain.values()
         },
         "weight_bytes": sum(entry.num_bytes for entry in source.checkpoint.tensors.values()),
+        "config_entries": dict(source.reader.entries),
         "warnings": list(source.warnings),
     }
 
@@ -312,8 +313,27 @@ def show_inspect(source: Source, *, every: bool = False) -> None:
         table.add_row(*cells)
     out = console()
     out.print(table)
+    _show_entries(source, every=every)
     total = sum(entry.num_bytes for entry in source.checkpoint.tensors.values())
     out.print(f"{len(source.plain)} other tensors; {total} bytes ({size(total)}) of tensors in all")
+
+
+def _show_entries(source: Source, *, every: bool) -> None:
+    """Print on how many modules each entry of the quantization config decides.
+
+    Entries that name one module each are left out unless `every` is set.
+    """
+    out = console()
+    entries = source.reader.entries
+    shown = {entry: n for entry, n in entries.items() if every or n > 1 or not _is_name(entry)}
+    for entry, count in shown.items():
+        out.print(f"{count:6} modules by `{entry}`")
+    if len(shown) < len(entries):
+        out.print(f"{len(entries) - len(shown):6} modules by their names")
+
+
+def _is_name(entry: str) -> bool:
+    return re.fullmatch(r"[\w.-]*", entry.partition(": ")[2]) is not None
 
 
 # -- verify ----------------------------------------------------------------------------------------

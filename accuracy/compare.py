@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from quantload.accuracy.config_check import config_differences
 from quantload.errors import NotComparable, listed
+from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.source import Source
 from quantload.progress import Progress
 from quantload.quant.metrics import ErrorSums, error_sums, kl_divergence
@@ -131,6 +132,7 @@ class ModelComparison:
 
 
 @torch.no_grad()
+@files_kept_open()
 def compare_weights(reference: Source, candidate: Source, progress: Progress) -> ModelComparison:
     """Compare every weight and every other float tensor; one of each is in memory at a time.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from quantload.accuracy.config_check import config_differences
 from quantload.accuracy.weight_check import WeightCheck, check_quantized, sqnr_floor_db
 from quantload.errors import QuantloadError, listed
+from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.source import FLOAT_DTYPES, Source
 from quantload.mappers.facts import facts_from_names
 from quantload.progress import Progress
@@ -82,6 +83,7 @@ class VerifyReport:
         return [*failed, *self.problems]
 
 
+@files_kept_open()
 def verify_sources(
     output: Source, source: Source, progress: Progress, *, nearest: bool = False
 ) -> VerifyReport:

@@ -8,7 +8,6 @@ once, so that little is in memory beside the model.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -25,13 +24,13 @@ from quantload.errors import (
     UnexpectedTensor,
     listed,
 )
+from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.left_out import why_left_out
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
+from quantload.loader.ties import hint_of_missing, tell_untied
 from quantload.mappers.mapper import Target, WeightMapper
 from quantload.progress import Progress, Silent
 from quantload.quant.qtensor import QuantTensor
-
-_log = logging.getLogger("quantload")
 
 
 @runtime_checkable
@@ -86,6 +85,7 @@ class Assignment:
     untied: tuple[str, ...] = field(default=())
 
 
+@files_kept_open()
 def assign(
     model: nn.Module,
     source: Source,
@@ -324,7 +324,7 @@ class _Places:
         raise MissingTensor(
             f"the checkpoint has no tensor for {listed(short)} "
             f"({len(short)} of {len(self.shapes)} places of the model)",
-            hint="a shard may be missing, or the names are those of another architecture",
+            hint=hint_of_missing(self.model, {target.name for target in short}),
         )
 
     def _is_optional(self, target: Target, elements: Counter[Target]) -> bool:
@@ -371,14 +371,11 @@ class _Places:
                 one = two
             elif two.device.type != "meta" and not torch.equal(one, two):
                 untied.append(alias)
+                tell_untied(alias, owner, two, one)
                 continue
             for name in (owner, alias):
                 path, _, leaf = name.rpartition(".")
                 self.model.get_submodule(path)._parameters[leaf] = one
-        if untied:
-            _log.warning(
-                "tied by the config, but the checkpoint holds other values: %s", ", ".join(untied)
-            )
         return tuple(untied)
 
 

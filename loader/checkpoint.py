@@ -6,8 +6,11 @@ decided in `loader/open.py`; a checkpoint only knows the result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,9 @@ import torch
 from torch import Tensor
 
 from quantload.errors import CheckpointError, HeaderError, MissingTensor, ShapeError, listed
+
+_KEPT: ContextVar[dict[Path, FileIO] | None] = ContextVar("files that are kept open", default=None)
+_MOST_KEPT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +121,39 @@ def read_entry(entry: TensorEntry) -> Tensor:
     return raw.view(entry.dtype).reshape(entry.shape)
 
 
+@contextmanager
+def files_kept_open() -> Iterator[None]:
+    """Keep files open from one read to the next while this is open; also a decorator.
+
+    On a network disk each opening costs a round trip or more, and a file has hundreds of tensors.
+    """
+    files: dict[Path, FileIO] = {}
+    token = _KEPT.set(files)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+        for file in files.values():
+            file.close()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[FileIO]:
+    kept = _KEPT.get()
+    if kept is None:
+        with path.open("rb", buffering=0) as file:
+            yield file
+        return
+    if path not in kept:
+        while len(kept) >= _MOST_KEPT:
+            kept.pop(next(iter(kept))).close()  # the one that was opened first
+        kept[path] = path.open("rb", buffering=0)
+    yield kept[path]
+
+
 def _read_into(entry: TensorEntry, buffer: memoryview) -> None:
     done = 0
-    with entry.file.open("rb", buffering=0) as file:
+    with _opened(entry.file) as file:
         file.seek(entry.start)
         while done < entry.num_bytes:
             got = file.readinto(buffer[done:])

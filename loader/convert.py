@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quantload.errors import NonFiniteWeight, NotLossless, OutputError
+from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.formats.compressed_tensors import Leaf, encode
 from quantload.loader.formats.compressed_tensors_lossless import encode_lossless
 from quantload.loader.plan import Plan, PlanRow
@@ -15,9 +17,12 @@ from quantload.loader.side_files import copy_side_files
 from quantload.loader.writer import CheckpointWriter
 from quantload.progress import Progress
 from quantload.quant.qtensor import QuantTensor
-from quantload.quant.rtn import quantize_rtn
+from quantload.quant.rtn import as_blocks, quantize_rtn
+
+_log = logging.getLogger("quantload")
 
 
+@files_kept_open()
 def run_plan(plan: Plan, folder: Path, progress: Progress) -> Path:
     """Write the checkpoint of a plan into a new folder.
 
@@ -68,15 +73,40 @@ def _convert(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
     assert row.scheme.weight is not None, "rows without a weight scheme have no scheme"
     if row.keeps_values:
         return _keep_values(plan, row)
-    weight = _read_dense(plan, row)
+    weight = _read(plan, row)
     try:
-        quantized = quantize_rtn(weight, row.scheme.weight)
+        quantized = quantize_rtn(_cast(weight, row.dtype, row.module), row.scheme.weight)
     except NonFiniteWeight as error:
         raise NonFiniteWeight(
             f"weight of `{row.module}` cannot be quantized: {error.message}",
             hint=f"keep it with the rule `{row.module} = keep`, or repair the source",
         ) from error
+    _tell_lost_groups(weight, quantized, row.module)
     return {f"{row.module}.{leaf}": part for leaf, part in encode(quantized, row.scheme).items()}
+
+
+def _tell_lost_groups(weight: Tensor, quantized: QuantTensor, module: str) -> None:
+    """Say how many groups are zeros only because the dtype of the scales has no scale for them.
+
+    Args:
+        weight: [N, K], what was quantized, in the dtype of the source.
+        quantized: What became of it.
+        module: For the message.
+    """
+    eps = torch.finfo(quantized.scale.dtype).eps
+    stands_in = quantized.scale == eps  # for a scale of zero, see `quant/rtn.py`
+    if not bool(stands_in.any()):
+        return
+    largest = as_blocks(weight.abs(), quantized.block).amax(dim=(1, 3))
+    lost = int((stands_in & (largest > 0) & (largest < eps / 2)).sum())
+    if lost:
+        _log.warning(
+            "%d group%s of `%s` become zeros: their scale is below what `%s` holds",
+            lost,
+            "s" if lost > 1 else "",
+            module,
+            quantized.scale.dtype,
+        )
 
 
 def _keep_values(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
@@ -98,14 +128,15 @@ def _keep_values(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
 
 
 def _read_dense(plan: Plan, row: PlanRow) -> Tensor:
-    if row.read_from in plan.source.weights:
-        if row.scheme is None:
-            tensor = plan.source.read_parameter(row.read_from)
-        else:
-            tensor = plan.source.read_dense(row.read_from)
-    else:
-        tensor = plan.source.read_plain(row.read_from)
-    return _cast(tensor, row.dtype, row.module)
+    return _cast(_read(plan, row), row.dtype, row.module)
+
+
+def _read(plan: Plan, row: PlanRow) -> Tensor:
+    if row.read_from not in plan.source.weights:
+        return plan.source.read_plain(row.read_from)
+    if row.scheme is None:
+        return plan.source.read_parameter(row.read_from)
+    return plan.source.read_dense(row.read_from)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -88,6 +88,7 @@ def _open_hub(hub_id: str) -> Checkpoint:
 
 
 def _open_folder(folder: Path, name: str) -> Checkpoint:
+    dangling = _dangling_links(folder)
     gguf_files = [] if has_safetensors(folder) else first_parts(sorted(folder.glob("*.gguf")))
     if gguf_files:
         return _open_only_gguf(folder, gguf_files)
@@ -104,9 +105,31 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
         tensors={key: tensors[key] for key in sorted(tensors, key=natural_order)},
         quantization_config=quantization_config,
         quantization_config_file=where,
-        warnings=tuple(weights.warnings),
+        warnings=(*dangling, *weights.warnings),
         texts=weights.texts,
     )
+
+
+def _dangling_links(folder: Path) -> list[str]:
+    """Return a warning for links of a snapshot to files that are not there.
+
+    Raises:
+        CheckpointError: One of them is a file that has to be read.
+    """
+    found = [f for f in sorted(folder.glob("*")) if f.is_symlink() and not _is(f.exists)]
+    needed = [
+        file.name
+        for file in found
+        if file.suffix in (".safetensors", ".gguf")
+        or file.name.endswith(".index.json")
+        or file.name in ("config.json", *QUANTIZATION_SIDE_FILES)
+    ]
+    if needed:
+        raise CheckpointError(
+            f"{listed(needed)} links to a missing blob, in `{folder}`",
+            hint="the download is incomplete, or the cache was cleaned; fetch it again",
+        )
+    return [f"{listed(f.name for f in found)} links to a missing blob"] if found else []
 
 
 def _open_only_gguf(folder: Path, gguf_files: list[Path]) -> Checkpoint:

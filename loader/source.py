@@ -94,6 +94,7 @@ class Reader(ABC):
             that they go back to the dtype of the config when they are copied.
         cache_scheme: How keys and values are cached, as compressed-tensors writes it down.
         warnings: What the user should know about this checkpoint.
+        entries: Entries of the quantization config, and on how many modules each decides.
     """
 
     widens_floats = False
@@ -102,6 +103,7 @@ class Reader(ABC):
         self.checkpoint = checkpoint
         self.cache_scheme: Mapping[str, Any] | None = None
         self.warnings: list[str] = []
+        self.entries: dict[str, int] = {}
 
     @abstractmethod
     def weights(self) -> Mapping[str, SourceWeight]:

@@ -6,6 +6,7 @@ Tensors may come in any order. `finish` refuses to end while a tensor is missing
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -54,8 +55,14 @@ class CheckpointWriter:
             self._create_files()
         except OSError as error:
             self._discard()
-            raise _output_error(error, self.folder) from error
+            raise self._error(error) from error
         return self
+
+    def _error(self, error: OSError) -> OutputError:
+        """Return the error of a failed write, with what is needed where there was no room."""
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        needed = sum(file.num_bytes for file in self._all_files)
+        return _output_error(error, self.folder, f", {needed} bytes are needed" if is_full else "")
 
     def _create_files(self) -> None:
         total = sum(file.num_bytes for file in self._all_files)
@@ -124,7 +131,7 @@ class CheckpointWriter:
             with (self.staging / file.name).open("r+b", buffering=0) as stream:
                 _write_at(stream.fileno(), data.data, file.offsets[name])
         except OSError as error:
-            raise _output_error(error, self.folder) from error
+            raise self._error(error) from error
         self._written.add(name)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
@@ -133,7 +140,7 @@ class CheckpointWriter:
         try:
             (self.staging / name).write_text(text, encoding="utf-8")
         except OSError as error:
-            raise _output_error(error, self.folder) from error
+            raise self._error(error) from error
 
     def finish(self) -> Path:
         """Write the index, check that nothing is missing, and give the folder its name."""
@@ -146,7 +153,7 @@ class CheckpointWriter:
             self._release()
             (self.folder / _MARKER).unlink()
         except OSError as error:
-            raise _output_error(error, self.folder) from error
+            raise self._error(error) from error
         return self.folder
 
     def _index(self) -> dict[str, Any]:
@@ -180,7 +187,7 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
         done += os.pwrite(descriptor, data[done:], position + done)
 
 
-def _output_error(error: OSError, folder: Path) -> OutputError:
+def _output_error(error: OSError, folder: Path, more: str = "") -> OutputError:
     if isinstance(error, OutputError):
         return error
-    return OutputError(f"cannot write `{folder}`: {error.strerror or error}")
+    return OutputError(f"cannot write `{folder}`: {error.strerror or error}{more}")

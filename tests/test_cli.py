@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from quantload import __version__, cli_output
 from quantload.cli import main, parse_size, read_rules
 from quantload.errors import ConfigError, NotComparable
+from quantload.loader.formats import FORMATS
+from quantload.loader.formats.detect import REFUSED
 from quantload.quant.scheme import PRESETS
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -249,7 +251,7 @@ def test_verify_fails_with_1(tmp_path, folder):
     tiny.save_file(tensors, output / "model.safetensors")
     done = run("verify", output, "--source", folder)
     assert done.exit_code == 1
-    assert f"FAILED `{DOWN}`: 1 scales are not finite" in done.stdout
+    assert f"FAILED `{DOWN}`: tensor `{DOWN}.weight_scale` holds NaN" in done.stdout
     assert done.stdout.rstrip().endswith("verify: FAILED")
     done = run("verify", output, "--source", folder, "--json")
     assert done.exit_code == 1
@@ -264,11 +266,12 @@ def test_schemes_and_formats():
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(PRESETS)
     assert "weights int4, group 128, zero points" in done.stdout
     assert "weights e4m3, block 128x128; inputs e4m3 per group, dynamic" in done.stdout
-    assert [line.split()[0] for line in run("formats").stdout.splitlines()] == [
-        "dense",
-        "compressed-tensors",
-        "gguf",
-    ]
+    read, _, refused = run("formats").stdout.partition("\nnot read:\n")
+    names = [line.split()[0] for line in read.splitlines()]
+    assert names == [row.name for row in FORMATS]
+    assert {"dense", "compressed-tensors", "gptq", "awq", "fp8", "gguf"} <= set(names)
+    assert [line.split()[0] for line in refused.splitlines()] == list(REFUSED)
+    assert "MLX affine: convert it with `mlx_lm.convert --dequantize`" in refused
 
 
 def test_not_comparable_is_3(monkeypatch, folder):

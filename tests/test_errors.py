@@ -70,7 +70,7 @@ def source_not_found(folder):
 
 def unknown_format(folder):
     quantload.inspect(
-        _retold(folder, lambda c: c.update(quantization_config={"quant_method": "gptq"}))
+        _retold(folder, lambda c: c.update(quantization_config={"quant_method": "eetq"}))
     )
 
 
@@ -141,8 +141,8 @@ RAISED = [
     (
         unknown_format,
         errors.UnknownFormat,
-        "quantization format `gptq` is not read",
-        "dequantize it",
+        "quantization format `eetq` (EETQ int8 in a kernel's layout) is not read",
+        "start from the full-precision model",
     ),
     (
         unsupported_variant,

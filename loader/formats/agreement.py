@@ -9,10 +9,14 @@ else they agree
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from quantload.errors import FormatMismatch, listed
+from quantload.loader.checkpoint import Checkpoint
+
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
@@ -60,4 +64,47 @@ def check_agreement(
     return [
         f"{len(extra)} modules are quantized in the files although the config leaves them out; "
         f"they are read as quantized: {listed(extra)}"
+    ]
+
+
+def count_entries(said: Mapping[str, ConfigSays]) -> dict[str, int]:
+    """Return how many modules each entry of a config decides on, by entry."""
+    return dict(Counter(says.entry for says in said.values()))
+
+
+def about_unused_entries(
+    entries: Iterable[str],
+    counts: Mapping[str, int],
+    checkpoint: Checkpoint,
+    matcher: Callable[[str], Callable[[str], object]],
+) -> list[str]:
+    """Warn of entries that match no module: names of another model, or misspelled.
+
+    Of an entry for an output head nothing is said where there is none in the files: it is tied.
+
+    Args:
+        entries: "<key>: <pattern>", as `counts` and `ConfigSays.entry` have them.
+        counts: From `count_entries`; an entry that decides on nothing may still match something.
+        checkpoint: Whose tensors tell the modules.
+        matcher: Takes a pattern, and returns the test whether it matches a module.
+    """
+    candidates = [entry for entry in dict.fromkeys(entries) if not counts.get(entry)]
+    if not candidates:
+        return []
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors)
+    if not any(_HEAD in module for module in modules):
+        candidates = [entry for entry in candidates if _HEAD not in entry]
+    unused = []
+    for entry in candidates:
+        pattern = entry.partition(": ")[2]
+        if pattern in modules:
+            continue
+        matches = matcher(pattern)
+        if not any(matches(module) for module in modules):
+            unused.append(entry)
+    if not unused:
+        return []
+    return [
+        f"{len(unused)} entries of the quantization config match no module: {listed(unused)}, in "
+        f"`{checkpoint.name}`"
     ]

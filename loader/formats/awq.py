@@ -34,7 +34,12 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, UnsupportedVariant, listed
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import ConfigSays, check_agreement
+from quantload.loader.formats.agreement import (
+    ConfigSays,
+    about_unused_entries,
+    check_agreement,
+    count_entries,
+)
 from quantload.loader.formats.awq_layout import (
     AWQ_LEAVES,
     AwqKind,
@@ -112,6 +117,13 @@ class AwqReader(Reader):
             if module in found:
                 stored[module] = is_packed
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
+        self.entries = count_entries(said)
+        self.warnings += about_unused_entries(
+            (f"modules_to_not_convert: {entry}" for entry in self._left_out),
+            self.entries,
+            self.checkpoint,
+            lambda entry: lambda module: any(entry in name for name in names_of(module)),
+        )
         self._attach(activations, found)
         refuse_leftovers(
             self.checkpoint, (name for weight in found.values() for name in weight.leaves.values())

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor, UnsupportedVariant
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
-from quantload.loader.formats.agreement import ConfigSays, check_agreement
+from quantload.loader.formats.agreement import ConfigSays, check_agreement, count_entries
 from quantload.loader.formats.bitsandbytes_config import QuantState, parse_config, read_state
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
@@ -133,6 +133,7 @@ class BitsAndBytesReader(Reader):
             entry = f"llm_int8_skip_modules: {skipped}" if skipped else self._config.entry
             said[module] = ConfigSays(not skipped, entry)
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
+        self.entries = count_entries(said)
 
     # -- 4 bits --------------------------------------------------------------------------------
 

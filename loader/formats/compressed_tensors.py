@@ -50,10 +50,19 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor, QuantloadError, listed
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import ConfigSays, check_agreement
+from quantload.loader.formats.agreement import (
+    ConfigSays,
+    about_unused_entries,
+    check_agreement,
+    count_entries,
+)
 from quantload.loader.formats.cache_scales import with_usual_cache_names
 from quantload.loader.formats.compressed_tensors_arguments import MXFP4, SCALE_KINDS
-from quantload.loader.formats.compressed_tensors_config import Group, parse_config
+from quantload.loader.formats.compressed_tensors_config import (
+    Group,
+    matches_entry,
+    parse_config,
+)
 from quantload.loader.formats.compressed_tensors_decode import decode_parts
 from quantload.loader.formats.compressed_tensors_encode import Leaf, encode, layout
 from quantload.loader.formats.compressed_tensors_shapes import checked_weight
@@ -104,6 +113,10 @@ class CompressedTensorsReader(Reader):
                 said[module] = self._said(module)
         stored = {module: weight.is_quantized for module, weight in found.items()}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
+        self.entries = count_entries(said)
+        self.warnings += about_unused_entries(
+            self._config.entries(), self.entries, self.checkpoint, partial(partial, matches_entry)
+        )
         self.warnings += self._about_exponents(found)
         consumed = [name for weight in found.values() for name in weight.leaves.values()]
         refuse_leftovers(self.checkpoint, consumed)

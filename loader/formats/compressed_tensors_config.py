@@ -148,6 +148,12 @@ class CompressedTensorsConfig:
         """Return the entry of `ignore` that a module matches; None if there is none."""
         return self._ignore_patterns.first(name, class_names, fused)
 
+    def entries(self) -> list[str]:
+        """Return everything that names modules, as "<list>: <entry>"; classes name none."""
+        listed = [("ignore", entry) for entry in self.ignore]
+        listed += [(group.name, target) for group in self.groups for target in group.targets]
+        return [f"{key}: {entry}" for key, entry in listed if not _is_class(entry)]
+
     @cached_property
     def _by_target(self) -> dict[str, Group]:
         return {target: group for group in self.groups for target in group.targets}
@@ -159,6 +165,15 @@ class CompressedTensorsConfig:
     @cached_property
     def _ignore_patterns(self) -> Patterns:
         return Patterns(self.ignore)
+
+
+def matches_entry(entry: str, name: str) -> bool:
+    """True if a name or a `re:` pattern matches a module."""
+    return entry == name or matches_regex(entry, name)
+
+
+def _is_class(entry: str) -> bool:
+    return not entry.startswith("re:") and "." not in entry and entry[:1].isupper()
 
 
 # -- parsing ---------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ def method_of(checkpoint: Checkpoint) -> str | None:
     config = checkpoint.quantization_config
     assert config is not None, "only checkpoints with a quantization config have a method"
     stated = config.get("quant_method")
-    if isinstance(stated, str) and stated:
-        return stated.lower()
+    if stated is not None:
+        return str(stated).lower()
     return _implied_method(config, checkpoint.quantization_config_file)
 
 

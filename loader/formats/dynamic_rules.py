@@ -11,13 +11,14 @@ Source: GPTQModel 7.7.0, `quantization/config.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quantload.errors import FormatMismatch
 from quantload.loader.formats.agreement import ConfigSays
 from quantload.loader.formats.config_values import WHERE, wrong_value
+from quantload.loader.formats.matching import names_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ def first_rule(rules: Sequence[Rule], names: Sequence[str]) -> Rule | None:
             if match(name):
                 return rule
     return None
+
+
+def matches_rule(key: str) -> Callable[[str], object]:
+    """Return the test whether the rule of a key of `dynamic` matches a module."""
+    rules = parse_rules({key: {}}, "")
+    return lambda module: first_rule(rules, names_of(module))
 
 
 def parse_rules(dynamic: object, checkpoint_name: str) -> tuple[Rule, ...]:

@@ -20,7 +20,7 @@ Source: `should_convert_module` of transformers 5.24.0, `is_layer_skipped` of vL
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quantload.errors import FormatMismatch
@@ -100,6 +100,11 @@ class Exclusions:
         for entry, pattern in self._patterns:
             if _is_match(entry, pattern, name):
                 yield entry
+
+
+def matches_excluded(entry: str) -> Callable[[str], object]:
+    """Return the test whether an entry of such a list leaves a module out."""
+    return Exclusions({entry: ""}).entry_for
 
 
 def _is_match(entry: str, pattern: re.Pattern[str] | None, name: str) -> bool:

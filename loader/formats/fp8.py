@@ -35,9 +35,15 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor, listed
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
-from quantload.loader.formats.agreement import ConfigSays, check_agreement
+from quantload.loader.formats.agreement import (
+    ConfigSays,
+    about_unused_entries,
+    check_agreement,
+    count_entries,
+)
 from quantload.loader.formats.cache_scales import with_usual_cache_names
 from quantload.loader.formats.dense import dense_weight
+from quantload.loader.formats.exclusions import matches_excluded
 from quantload.loader.formats.float8 import (
     EXPONENT_DTYPES,
     FLOAT8_GRIDS,
@@ -117,13 +123,17 @@ class Fp8Reader(Reader):
 
     def _check_agreement(self, found: Mapping[str, SourceWeight]) -> None:
         stored = {module: weight.is_quantized for module, weight in found.items()}
-        said = {module: self._says(module, is_stored) for module, is_stored in stored.items()}
+        said = {module: self._says(module) for module in stored}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
+        self.entries = count_entries(said)
+        self.warnings += about_unused_entries(
+            self._config.entries(), self.entries, self.checkpoint, matches_excluded
+        )
 
-    def _says(self, module: str, is_stored: bool) -> ConfigSays:
+    def _says(self, module: str) -> ConfigSays:
         if module in self._config.converted:
             return ConfigSays(True, f"modules_to_convert: {module}", is_exact=True)
-        entry = self._config.excluded_by(module) if is_stored else ""
+        entry = self._config.excluded_by(module)
         return ConfigSays(not entry, entry or f"quant_method: {self._config.method}")
 
     # -- one module --------------------------------------------------------------------------------

@@ -103,6 +103,10 @@ class Fp8Config:
                 return f"dynamic: -:{pattern.pattern}"
         return self.exclusions.entry_for(module)
 
+    def entries(self) -> list[str]:
+        """Return the entries of the lists of modules in full precision, as "<list>: <entry>"."""
+        return [f"{key}: {entry}" for entry, key in self.exclusions.entries.items()]
+
 
 def parse_config(checkpoint: Checkpoint) -> Fp8Config:
     """Read the quantization config of a checkpoint.

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, UnsupportedVariant
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import ConfigSays, check_agreement
+from quantload.loader.formats.agreement import ConfigSays, check_agreement, count_entries
 from quantload.loader.formats.config_values import WHERE, read_bool
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.dynamic_rules import Rule, first_rule, parse_rules
@@ -86,6 +86,7 @@ class GgufInSafetensorsReader(Reader):
             if weight is not None:
                 found[module], said[module], stored[module] = weight, says, is_packed
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
+        self.entries = count_entries(said)
         refuse_leftovers(
             self.checkpoint, (name for weight in found.values() for name in weight.leaves.values())
         )

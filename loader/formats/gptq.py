@@ -19,8 +19,13 @@ import torch
 from torch import Tensor
 
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import check_agreement
+from quantload.loader.formats.agreement import (
+    about_unused_entries,
+    check_agreement,
+    count_entries,
+)
 from quantload.loader.formats.dense import dense_weight
+from quantload.loader.formats.dynamic_rules import matches_rule
 from quantload.loader.formats.gptq_config import parse_gptq_config
 from quantload.loader.formats.gptq_layout import (
     GPTQ_LEAVES,
@@ -60,6 +65,13 @@ class GptqReader(Reader):
             if weight is not None:
                 found[module], said[module], stored[module] = weight, says, is_packed
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
+        self.entries = count_entries(said)
+        self.warnings += about_unused_entries(
+            (f"dynamic: {rule.key}" for rule in self._config.rules),
+            self.entries,
+            self.checkpoint,
+            matches_rule,
+        )
         refuse_leftovers(
             self.checkpoint, (name for weight in found.values() for name in weight.leaves.values())
         )

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, UnsupportedVariant
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import check_agreement
+from quantload.loader.formats.agreement import check_agreement, count_entries
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.flat_blocks import block_of, on_grid, with_blocks
@@ -143,6 +143,7 @@ class HqqReader(Reader):
             return
         said = {module: self._config.says_of(module)[0] for module in stored}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
+        self.entries = count_entries(said)
 
     # -- headers -------------------------------------------------------------------------------
 

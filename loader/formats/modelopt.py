@@ -45,16 +45,27 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor, UnsupportedVariant, listed
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import ConfigSays, check_agreement
+from quantload.loader.formats.agreement import (
+    ConfigSays,
+    about_unused_entries,
+    check_agreement,
+    count_entries,
+)
 from quantload.loader.formats.cache_scales import with_usual_cache_names
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
-from quantload.loader.formats.modelopt_config import Algorithm, needs_side_file, parse_config
+from quantload.loader.formats.modelopt_config import (
+    Algorithm,
+    matches_any_name,
+    needs_side_file,
+    parse_config,
+)
 from quantload.loader.formats.modelopt_experts import (
     describe_experts,
     expert_leaves,
     read_experts,
 )
+from quantload.loader.formats.modelopt_inputs import with_input_scales
 from quantload.loader.formats.modelopt_layouts import describe, quantized_part
 from quantload.loader.formats.module_leaves import (
     ModuleLeaves,
@@ -115,11 +126,17 @@ class ModelOptReader(Reader):
             found[leaves.module] = describe_experts(leaves, algorithm, decided_by)
         stored = {module: weight.is_quantized for module, weight in found.items()}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
+        self.entries = count_entries(said)
+        self.warnings += about_unused_entries(
+            self._config.entries(), self.entries, self.checkpoint, matches_any_name
+        )
         refuse_leftovers(
             self.checkpoint, (name for w in found.values() for name in w.leaves.values())
         )
         refuse_unknown_parts(self.checkpoint, found)
-        return found
+        filled, warnings = with_input_scales(self.checkpoint, found)
+        self.warnings += warnings
+        return filled
 
     def _check_lone(self, leaves: ModuleLeaves) -> None:
         if "weight" not in leaves:

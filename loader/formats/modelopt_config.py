@@ -18,7 +18,7 @@ Source: `export/convert_hf_config.py` and `export/quant_utils.py` of ModelOpt 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -119,6 +119,11 @@ class ModelOptConfig:
         says = ConfigSays(self.default is not None, "quant_algo")
         return says, self.default
 
+    def entries(self) -> list[str]:
+        """Return everything that names modules, as "<list>: <entry>"."""
+        excluded = [f"exclude_modules: {entry}" for entry in self.excluded.entries]
+        return [*excluded, *(f"quantized_layers: {name}" for name in self.layers)]
+
     def _listed(self, names: Sequence[str]) -> tuple[ConfigSays, Algorithm | None]:
         for name in names:
             above = name
@@ -138,6 +143,18 @@ class ModelOptConfig:
             return self.default
         distinct = set(self.layers.values())
         return distinct.pop() if len(distinct) == 1 else None
+
+
+def matches_any_name(entry: str) -> Callable[[str], bool]:
+    """Return the test whether an entry matches a module, or a module above it."""
+    patterns = Patterns((entry,))
+
+    def matches(module: str) -> bool:
+        names = names_of(module)
+        above = any(name.startswith(f"{entry}.") for name in names)
+        return above or patterns.first(names) is not None
+
+    return matches
 
 
 def details_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

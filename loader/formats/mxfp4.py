@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
-from quantload.loader.formats.agreement import ConfigSays, check_agreement
+from quantload.loader.formats.agreement import ConfigSays, check_agreement, count_entries
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.exclusions import Exclusions
 from quantload.loader.formats.finite import refuse_nonfinite
@@ -63,14 +63,15 @@ class Mxfp4Reader(Reader):
             if weight is not None:
                 found[weight.module] = weight
         stored = {module: weight.is_quantized for module, weight in found.items()}
-        said = {module: self._says(module, is_stored) for module, is_stored in stored.items()}
+        said = {module: self._says(module) for module in stored}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
+        self.entries = count_entries(said)
         consumed = (name for weight in found.values() for name in weight.leaves.values())
         refuse_leftovers(self.checkpoint, consumed)
         return found
 
-    def _says(self, module: str, is_stored: bool) -> ConfigSays:
-        entry = self._exclusions.entry_for(module) if is_stored else ""
+    def _says(self, module: str) -> ConfigSays:
+        entry = self._exclusions.entry_for(module)
         return ConfigSays(not entry, entry or "quant_method: mxfp4")
 
     def _describe(self, parameter: str) -> SourceWeight:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor, ModelError, UnsupportedVariant, listed
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import ConfigSays, check_agreement
+from quantload.loader.formats.agreement import ConfigSays, check_agreement, count_entries
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.matching import names_of
@@ -145,6 +145,7 @@ class QuantoReader(Reader):
             for module in stored
         }
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
+        self.entries = count_entries(said)
         if any(weight.scheme is not None and weight.scheme.input for weight in found.values()):
             self.warnings.append(
                 "outputs are rounded too by optimum-quanto (`output_scale`): here they are not"

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor, listed
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import ConfigSays, check_agreement
+from quantload.loader.formats.agreement import ConfigSays, check_agreement, count_entries
 from quantload.loader.formats.cache_scales import with_usual_cache_names
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.module_leaves import (
@@ -101,6 +101,7 @@ class QuarkReader(Reader):
                     said[module] = self._config.of_module(module)[0]
         stored = {module: weight.is_quantized for module, weight in found.items()}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
+        self.entries = count_entries(said)
         refuse_leftovers(
             self.checkpoint, (name for w in found.values() for name in w.leaves.values())
         )

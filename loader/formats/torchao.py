@@ -41,7 +41,7 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, listed
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import ConfigSays, check_agreement
+from quantload.loader.formats.agreement import ConfigSays, check_agreement, count_entries
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.float8 import refuse_lost_scales
@@ -101,6 +101,7 @@ class TorchaoReader(Reader):
                 found[plain.module], said[plain.module] = plain, self._config.says(entry.name)[0]
         is_stored = {module: weight.is_quantized for module, weight in found.items()}
         self.warnings += check_agreement(said, is_stored, self.checkpoint.name)
+        self.entries = count_entries(said)
         consumed = (name for weight in found.values() for name in weight.leaves.values())
         refuse_leftovers(self.checkpoint, consumed)
         refuse_unknown_parts(self.checkpoint, found)

@@ -167,8 +167,8 @@ def _narrower(tensors):
 FAULTS = [
     (_flip_nibbles, f"`{DOWN}`: noise is "),
     (_zero_scale, f"`{DOWN}`: 3"),
-    (_nan_scale, f"`{DOWN}`: 1 scales are not finite"),
-    (_infinite_scale, f"`{DOWN}`: 1 scales are not finite"),
+    (_nan_scale, f"`{DOWN}`: tensor `{DOWN}.weight_scale` holds NaN or infinity"),
+    (_infinite_scale, f"`{DOWN}`: tensor `{DOWN}.weight_scale` holds NaN or infinity"),
     (_swap_scales, f"`{GATE}`: noise is "),
     (_swap_layers, f"`{UP}`: noise is "),
     (_shift_rows, f"`{DOWN}`: noise is "),

@@ -20,7 +20,11 @@ UP = "model.layers.0.mlp.up_proj"
 GATE = "model.layers.0.mlp.gate_proj"
 OTHER = "model.layers.1.mlp.up_proj"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-SCHEMES = [*(name for name in PRESETS if name != "dense"), "W4A16:g32", "W4A16_ASYM:channel"]
+SCHEMES = [
+    *(name for name in PRESETS if name not in ("dense", "same")),
+    "W4A16:g32",
+    "W4A16_ASYM:channel",
+]
 
 
 def source_in(folder, *, intermediate=256):

@@ -319,7 +319,7 @@ def test_br102_slow_network_load(tmp_path, monkeypatch):
 
     def counted(path, mode="r", *rest, **options):
         if path not in counts:
-            return io.open(path, mode, *rest, **options)
+            return open(path, mode, *rest, **options)
         file = Counted(path, mode.replace("b", ""))
         file.add(1, 0)
         return file

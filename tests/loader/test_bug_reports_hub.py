@@ -108,7 +108,7 @@ class _GatedHub(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body):
         token = self.headers.get("authorization")
-        self.tokens.append(token)
+        self.tokens.append((self.command, self.path, token))
         body, headers = b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "restricted"}
         status = 401
         if token == "Bearer T":
@@ -122,8 +122,12 @@ class _GatedHub(BaseHTTPRequestHandler):
 
     def _found(self):
         if self.path.startswith("/api/models/tiny/llama"):
-            files = [{"rfilename": file.name} for file in self.folder.iterdir()]
-            content = {"id": "tiny/llama", "sha": MAIN, "siblings": files, "gated": "auto"}
+            content = {"id": "tiny/llama", "sha": MAIN, "siblings": [], "gated": "auto"}
+            if "/tree/" in self.path:
+                content = [
+                    {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": f.name}
+                    for f in self.folder.iterdir()
+                ]
             return 200, json.dumps(content).encode(), {"Content-Type": "application/json"}
         file = self.folder / self.path.rpartition("/")[2]
         if not file.is_file():
@@ -145,6 +149,7 @@ def gated_hub(tmp_path):
     environment |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_XET": "1"}
     yield environment, handler.tokens
     server.shutdown()
+    server.server_close()
 
 
 def _convert(output, environment):
@@ -170,5 +175,7 @@ def test_br093_gated_token(tmp_path, gated_hub):
     (Path(environment["HF_HOME"]) / "token").write_text("T\n")
     done = _convert(tmp_path / "out", environment)
     assert done.returncode == 0, done.stderr
-    assert set(tokens) == {"Bearer T"}
+    of_repository = [sent for sent in tokens if "tiny/llama" in sent[1]]
+    assert len(of_repository) > 3
+    assert [sent for sent in of_repository if sent[2] != "Bearer T"] == []
     assert quantload.verify(tmp_path / "out", tmp_path / "made").passed

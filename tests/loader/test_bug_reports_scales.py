@@ -334,7 +334,6 @@ def test_br062_expert_without_input_scale(tmp_path):
     tensors[f"{modules[0]}.input_scale"] = torch.tensor(0.25)
     static = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     configs = [
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
         {"quant_method": "fp8", "activation_scheme": "static"},
         ct_config(constant.FP8_TENSOR, input_activations=static),
     ]
@@ -342,6 +341,16 @@ def test_br062_expert_without_input_scale(tmp_path):
         folder = write(tmp_path / str(number), tensors, config)
         with pytest.raises((MissingTensor, FormatMismatch), match=r"experts\.1\.gate_proj"):
             opened(folder)
+    more = f"{LAYER}.mlp.experts.2.gate_proj"
+    tensors |= fp8(more, 16, 16, scale=torch.tensor(0.5))
+    tensors[f"{more}.input_scale"] = torch.tensor(0.125)
+    config = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    folder = write(tmp_path / "modelopt", tensors, config)
+    source = opened(folder)
+    assert [warning for warning in source.warnings if f"`{modules[1]}`" in warning]
+    assert source.read_weight(modules[1]).input_scale.tolist() == [0.25]
+    out = opened(converted(folder, tmp_path / "out", "same", lossless=True))
+    assert out.checkpoint.read(f"{modules[1]}.input_scale").item() == 0.25
 
 
 def test_br072_missing_scale_defaulted(tmp_path):

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from converting import converted, opened
+from loading import plain_model
 from safetensors.torch import load_file
 
+import quantload
 from quantload.accuracy.verify import verify_sources
-from quantload.errors import QuantloadError
+from quantload.errors import QuantloadError, UnknownScheme
 from quantload.loader.formats.compressed_tensors_encode import encode
 from quantload.progress import Silent
 
@@ -62,6 +64,39 @@ def test_weights_converted_to_full_precision(case, tmp_path):
     for name, values in load_file(CASES / case / "expected.safetensors").items():
         if name.endswith(".weight"):
             assert torch.equal(output.read_dense(name.removesuffix(".weight")).float(), values)
+
+
+LOADED = [
+    *(f"{case}/input" for case in READ if case != "BR001-linear-suffix-ignore"),
+    *(f"BR069-kv-scale-names/{name}" for name in _expected("BR069-kv-scale-names")["inputs"]),
+    *(f"BR026-gptq-v1-v2-zeros/{name}" for name in _expected("BR026-gptq-v1-v2-zeros")["inputs"]),
+    "BR100-pickle-checkpoint/input/bin_next_to_safetensors",
+]
+
+
+@pytest.mark.parametrize("folder", LOADED)
+def test_models_run(folder):
+    """All logits of the loaded model are those of a plain model with the dequantized weights."""
+    ids = torch.arange(1, 9)[None]
+    options = {"device": "cpu", "dtype": torch.float32, "quantize_inputs": False}
+    model = quantload.load(CASES / folder, **options)
+    with torch.no_grad():
+        found = model(input_ids=ids).logits
+        expected = plain_model(opened(CASES / folder))(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["BR014-qkv-per-tensor-scales", "BR015-nvfp4-gate-up-divisors"])
+def test_members_of_fused_layers_keep_their_scales(case):
+    model = quantload.load(CASES / case / "input", device="cpu", dtype=torch.float32)
+    expected = load_file(CASES / case / "expected.safetensors")
+    stacks = {report.module: report.fused_into for report in quantload.explain(model)}
+    for fused, members in _expected(case)["fused"].items():
+        names = [member.removesuffix(".weight") for member in members]
+        assert len({stacks[name] for name in names} - {""}) == 1, fused
+        parts = [model.get_submodule(name).weight.float() for name in names]
+        whole = torch.cat([expected[member] for member in members])
+        assert torch.equal(torch.cat(parts), whole)
 
 
 def test_br026_conventions_of_zero_points():
@@ -129,6 +164,15 @@ def test_br051_groups_of_zeros(target, dtype, tmp_path):
             part = values[row] if columns == "all" else values[row, columns[0] : columns[1]]
             assert not part.any()
         assert bool(((values - weight).abs() <= slack * _bound(weight, target)).all())
+
+
+def test_br051_no_other_target_is_written_unasked(tmp_path):
+    """NVFP4 is read, not written from full precision: refused by name."""
+    targets = set(_expected("BR051-all-zero-groups")["params"]["targets"])
+    for target in targets - set(SCHEMES):
+        with pytest.raises(UnknownScheme, match=target):
+            converted(CASES / "BR051-all-zero-groups" / "input", tmp_path / "out", target)
+    assert not (tmp_path / "out").exists()
 
 
 def _bound(weight, target):

@@ -306,7 +306,7 @@ def test_a_model_with_a_scaled_activation_runs(tmp_path):
                 *linear.weight.shape, linear.weight.shape[1] // 32, 4, seed=sum(module.encode())
             )
             groups = np.arange(linear.weight.shape[1]) // 32
-            value = values_of(fields, zeros, scales, groups, torch.float32)
+            value = values_of(fields, zeros, scales, groups, torch.float16).float()
             linear.weight.copy_(value / divisors if name == "c_proj" else value)
     tensors["model.layers.0.mlp.act.scales"] = divisors
     tiny_checkpoints.write(tmp_path / "m", content, tensors)

@@ -45,18 +45,17 @@ FOREIGN = sorted(
 
 @pytest.mark.parametrize(
     "method",
-    ["gptq", "awq", "gguf", "dense", None, 4, ["x"]],
+    ["eetq", "vptq", "dense", "", 4, ["x"]],
 )
 def test_other_formats_are_refused_by_name(tmp_path, method):
     content = {**CONFIG, "quantization_config": {"quant_method": method, "bits": 4}}
     tiny.write(tmp_path, content, {"a.qweight": torch.zeros(2, 2, dtype=torch.int32)})
     with pytest.raises(UnknownFormat) as caught:
         open_source(open_checkpoint(tmp_path))
-    assert f"quantization format `{method}` is not read, found in `config.json`" in str(
-        caught.value
-    )
-    assert "expected `compressed-tensors`" in str(caught.value)
-    assert "hint: dequantize it with its own tool first" in str(caught.value)
+    assert f"quantization format `{method}`" in str(caught.value)
+    assert "is not read, found in `config.json`" in str(caught.value)
+    assert "expected `compressed-tensors`, " in str(caught.value)
+    assert "hint: " in str(caught.value)
 
 
 def test_a_stale_side_file_beside_full_precision(tmp_path):
@@ -68,8 +67,8 @@ def test_a_stale_side_file_beside_full_precision(tmp_path):
 def test_a_side_file_that_belongs_to_the_tensors(tmp_path):
     made = {"a.qweight": torch.zeros(2, 2, dtype=torch.int32)}
     folder = tiny.write(tmp_path, CONFIG, made)
-    (folder / "quantize_config.json").write_text('{"quant_method": "gptq"}')
-    with pytest.raises(UnknownFormat, match=r"`gptq` is not read, found in `quantize_config.json`"):
+    (folder / "quantize_config.json").write_text('{"quant_method": "eetq"}')
+    with pytest.raises(UnknownFormat, match=r"`eetq` .*is not read, found in `quantize_config"):
         open_source(open_checkpoint(folder))
 
 

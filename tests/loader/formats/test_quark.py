@@ -203,11 +203,11 @@ def test_scales_of_the_cache(tmp_path):
 @pytest.mark.parametrize(
     ("weight", "smaller"),
     [
-        (FP8, {"truncate weight", "narrow weight", "transpose weight"}),
-        (spec("int8", "per_channel", symmetric=False), {"narrow weight"}),
-        (INT4, {"narrow weight_scale"}),  # 23 rows fill as many words as 24
-        (UINT4, {"narrow weight_scale"}),
-        (MXFP4, set()),
+        (FP8, ("truncate weight", "narrow weight", "transpose weight")),
+        (spec("int8", "per_channel", symmetric=False), ("narrow weight",)),
+        (INT4, ("narrow weight_scale",)),  # 23 rows fill as many words as 24
+        (UINT4, ("narrow weight_scale",)),
+        (MXFP4, ()),
     ],
     ids=name_of,
 )
@@ -216,7 +216,7 @@ def test_no_fault_goes_unnoticed(weight, smaller, tmp_path):
     folder = write(tmp_path / "source", {MODULE: made}, config(weight))
     found = [fault.split() for fault in silent_faults(folder, tmp_path)]
     # A layer of another shape, sound in itself, does not fit its model.
-    assert {f"{kind} {name.rpartition('.')[2]}" for kind, name, *_ in found} == smaller
+    assert {f"{kind} {name.rpartition('.')[2]}" for kind, name, *_ in found} == set(smaller)
 
 
 def test_messages(tmp_path):
