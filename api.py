@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +51,24 @@ def inspect(source: str | Path) -> Source:
     Args:
         source: A folder, a GGUF file, or a hub id such as `owner/name@revision`.
     """
-    return open_source(open_checkpoint(source))
+    with _without_collections():
+        return open_source(open_checkpoint(source))
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Leave out cyclic garbage collections, which cost a third of the time.
+
+    Headers and plans are hundreds of thousands of small objects that all live: there is nothing to
+    be found.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def facts_of(source: Source, *, trust_remote_code: bool = False) -> ModelFacts:
@@ -86,8 +105,9 @@ def plan(
     """
     opened = source if isinstance(source, Source) else inspect(source)
     config = QuantConfig.from_options(scheme, rules, group_size=group_size)
-    facts = facts_of(opened, trust_remote_code=trust_remote_code)
-    return make_plan(opened, config, facts, options)
+    with _without_collections():
+        facts = facts_of(opened, trust_remote_code=trust_remote_code)
+        return make_plan(opened, config, facts, options)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,14 @@ _TRUST: _Decorator = click.option(
 )
 
 
+_CHECK_TP: _Decorator = click.option(
+    "--check-tp",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Name the layers of which a split over N devices cuts a group.",
+)
+
+
 @main.command()
 @click.argument("source")
 @click.argument("output", type=click.Path(path_type=Path))
@@ -118,6 +126,7 @@ _TRUST: _Decorator = click.option(
 @click.option("--lossless", is_flag=True, help="Refuse whatever would change a value.")
 @click.option("--plan", "only_plan", is_flag=True, help="Print what would be done, write nothing.")
 @click.option("--no-verify", is_flag=True, help="Do not check the output against the source.")
+@_CHECK_TP
 @_EVERY
 @_TRUST
 @_JSON
@@ -133,6 +142,7 @@ def convert(
     """Convert SOURCE (folder, GGUF file or hub id) into the new folder OUTPUT."""
     from quantload import api, cli_output
     from quantload.loader.plan import PlanOptions
+    from quantload.loader.tensor_parallel import about_split
     from quantload.loader.writer import check_place
 
     file_scheme, all_rules = read_rules(config, rules)
@@ -160,6 +170,9 @@ def convert(
     as_json, every = flags["as_json"], flags["every"]
     plan = api.plan(source, scheme, **arguments)
     _warn(plan.warnings)
+    if flags["check_tp"]:
+        layers = ((row.module, row.shape, row.scheme) for row in plan.rows)
+        _warn(about_split(layers, flags["check_tp"]))
     if flags["only_plan"]:
         cli_output.print_json(cli_output.plan_json(plan)) if as_json else cli_output.show_plan(
             plan, every=every
@@ -180,21 +193,26 @@ def convert(
         sys.exit(1)
 
 
-def _warn(warnings: tuple[str, ...]) -> None:
+def _warn(warnings: Iterable[str]) -> None:
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
 
 
 @main.command()
 @click.argument("source")
+@_CHECK_TP
 @_EVERY
 @_JSON
-def inspect(source: str, every: bool, as_json: bool) -> None:
+def inspect(source: str, check_tp: int | None, every: bool, as_json: bool) -> None:
     """Say what SOURCE holds, layer by layer, from its headers."""
     from quantload import api, cli_output
+    from quantload.loader.tensor_parallel import about_split
 
     opened = api.inspect(source)
     _warn(opened.warnings)
+    if check_tp:
+        layers = ((w.module, w.shape, w.scheme) for w in opened.weights.values() if w.is_matrix)
+        _warn(about_split(layers, check_tp))
     if as_json:
         cli_output.print_json(cli_output.inspect_json(opened))
     else:

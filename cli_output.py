@@ -319,21 +319,15 @@ def show_inspect(source: Source, *, every: bool = False) -> None:
 
 
 def _show_entries(source: Source, *, every: bool) -> None:
-    """Print on how many modules each entry of the quantization config decides.
-
-    Entries that name one module each are left out unless `every` is set.
-    """
-    out = console()
-    entries = source.reader.entries
-    shown = {entry: n for entry, n in entries.items() if every or n > 1 or not _is_name(entry)}
-    for entry, count in shown.items():
-        out.print(f"{count:6} modules by `{entry}`")
-    if len(shown) < len(entries):
-        out.print(f"{len(entries) - len(shown):6} modules by their names")
-
-
-def _is_name(entry: str) -> bool:
-    return re.fullmatch(r"[\w.-]*", entry.partition(": ")[2]) is not None
+    """Print on how many modules each entry of the config decides; single names only if `every`."""
+    entries, left = source.reader.entries, 0
+    for entry, count in entries.items():
+        if every or count > 1 or not re.fullmatch(r"[\w.-]*", entry.partition(": ")[2]):
+            console().print(f"{count:6} modules by `{entry}`")
+        else:
+            left += 1
+    if left:
+        console().print(f"{left:6} modules by their names")
 
 
 # -- verify ----------------------------------------------------------------------------------------

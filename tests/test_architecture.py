@@ -79,14 +79,14 @@ OPTIONS = {
     "convert": {
         *("source", "output", "--scheme", "--rule", "--config", "--group-size", "--dtype"),
         *("--on-split", "--max-shard-size", "--plan", "--no-verify", "--all", "--lossless"),
-        *("--trust-remote-code", "--json", "--quiet"),
+        *("--trust-remote-code", "--json", "--quiet", "--check-tp"),
     },
     "formats": set(),
     "generate": {
         *("model", "prompt", "--max-new-tokens", "--chat", "--sample", "--seed", "--device"),
         *("--dtype", "--trust-remote-code", "--quiet"),
     },
-    "inspect": {"source", "--all", "--json"},
+    "inspect": {"source", "--all", "--json", "--check-tp"},
     "schemes": set(),
     "verify": {"output", "--source", "--nearest", "--all", "--json", "--quiet"},
 }

@@ -60,8 +60,8 @@ from quantload.loader.formats.cache_scales import with_usual_cache_names
 from quantload.loader.formats.compressed_tensors_arguments import MXFP4, SCALE_KINDS
 from quantload.loader.formats.compressed_tensors_config import (
     Group,
-    matches_entry,
     parse_config,
+    regex_test,
 )
 from quantload.loader.formats.compressed_tensors_decode import decode_parts
 from quantload.loader.formats.compressed_tensors_encode import Leaf, encode, layout
@@ -115,7 +115,7 @@ class CompressedTensorsReader(Reader):
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
         self.entries = count_entries(said)
         self.warnings += about_unused_entries(
-            self._config.entries(), self.entries, self.checkpoint, partial(partial, matches_entry)
+            self._config.entries(), self.entries, self.checkpoint, regex_test
         )
         self.warnings += self._about_exponents(found)
         consumed = [name for weight in found.values() for name in weight.leaves.values()]

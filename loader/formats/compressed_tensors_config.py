@@ -19,9 +19,9 @@ Source: compressed-tensors 0.20.1, `quantization/quant_config.py`, `utils/match.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from quantload.errors import FormatMismatch, UnsupportedVariant
@@ -167,9 +167,9 @@ class CompressedTensorsConfig:
         return Patterns(self.ignore)
 
 
-def matches_entry(entry: str, name: str) -> bool:
-    """True if a name or a `re:` pattern matches a module."""
-    return entry == name or matches_regex(entry, name)
+def regex_test(entry: str) -> Callable[[str], bool] | None:
+    """Return the test whether a `re:` pattern matches a module; None for a name."""
+    return partial(matches_regex, entry) if entry.startswith("re:") else None
 
 
 def _is_class(entry: str) -> bool:

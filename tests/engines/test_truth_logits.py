@@ -1,7 +1,8 @@
 """Every real quantized checkpoint, loaded: its logits are those of transformers on its weights.
 
 The oracle is plain transformers in float32 on the dense float32 conversion, whose weights are the
-tool's own (`tests/loader/formats/test_truth.py`); and the logits that the tool recorded in bfloat16.
+tool's own (`tests/loader/formats/test_truth.py`); and the logits that the tool recorded in
+bfloat16.
 """
 
 import warnings

@@ -7,7 +7,8 @@ transposed.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -38,7 +39,9 @@ _RETYPED = {
 }
 
 
-def mutations(folder: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def mutations(
+    folder: Path, tmp_path: Path, *, only: Container[str] | None = None, hidden: bool = False
+) -> Iterator[tuple[str, Path]]:
     """Yield ("KIND TENSOR ...", a copy of the folder with that fault), for each tensor in turn.
 
     Kinds: delete, rename, duplicate, retype (bytes seen as another dtype), cast (values in another
@@ -48,12 +51,18 @@ def mutations(folder: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     Args:
         folder: A checkpoint with one `*.safetensors` file of weights; it stays as it is.
         tmp_path: Gets a folder per fault.
+        only: Names of the tensors to damage; None is all.
+        hidden: Also what no header shows: swap (bytes of one 16-bit float read as the other), turn
+            (a square matrix transposed), and widen (the same values in a wider float dtype).
     """
     file = _weights_of(folder)
     metadata, tensors = _read(file)
     number = 0
     for name, tensor in tensors.items():
-        for description, change in _changes(name, tensor):
+        if only is not None and name not in only:
+            continue
+        more = _hidden(name, tensor) if hidden else ()
+        for description, change in chain(_changes(name, tensor), more):
             copy = _copy_around(folder, file, tmp_path / f"fault-{number:05d}")
             number += 1
             changed = dict(tensors)
@@ -146,6 +155,19 @@ def _changes(name: str, tensor: Tensor) -> Iterator[tuple[str, Change]]:
         yield f"duplicate {name} as {new}", lambda t, new=new: t.update({new: t[name]})
     for what, changed in _values(tensor):
         yield f"{what.split()[0]} {name} {what}", lambda t, c=changed: t.update({name: c})
+
+
+def _hidden(name: str, tensor: Tensor) -> Iterator[tuple[str, Change]]:
+    sixteen = (torch.float16, torch.bfloat16)
+    if tensor.dtype in sixteen and tensor.ndim:
+        other = sixteen[tensor.dtype == torch.float16]
+        swapped = tensor.contiguous().view(other)
+        yield f"swap {name} read as {other}", lambda t: t.update({name: swapped})
+    if tensor.ndim > 1 and tensor.shape[-1] == tensor.shape[-2]:
+        yield f"turn {name}", lambda t: t.update({name: tensor.transpose(-1, -2)})
+    if tensor.dtype in (*sixteen, torch.float32):
+        wider = torch.float64 if tensor.dtype == torch.float32 else torch.float32
+        yield f"widen {name} to {wider}", lambda t: t.update({name: tensor.to(wider)})
 
 
 def _values(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,346 @@
+"""Sweep faults over real checkpoints: open, read and load each, and say what became of it.
+
+A result is right if every weight and every plain tensor has the values of the sound checkpoint, and
+if the loaded model holds the same tensors under the same schemes. As a program it sweeps the
+folders that match a glob pattern and prints a table: `fault_sweep.py 'gptqmodel-*/*' [PART/PARTS]`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from faults import mutations
+from gguf_faults import gguf_mutations
+from torch import Tensor
+from truth import CHECKPOINTS
+
+import quantload
+from quantload.errors import QuantloadError
+from quantload.layers import siblings
+from quantload.layers.linear import QuantLinear
+from quantload.loader.formats import open_source
+from quantload.loader.open import open_checkpoint
+from quantload.loader.source import Source
+from quantload.quant.qtensor import QuantTensor
+
+OUTCOMES = ("open", "read", "load", "right", "told", "hidden", "wrong", "crash")
+HIDDEN = ("swap", "turn", "zero")  # kinds that nothing in a header contradicts
+_LAYER = re.compile(r"^(.*?(?:^|\.)(?:layers|h|blocks|blk|layer)\.)(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass
+class Sweep:
+    """What became of the faults in one checkpoint.
+
+    Args:
+        name: tool/folder.
+        skipped: Why there is nothing to damage; "" if there is.
+        loads: True if the sound checkpoint can be loaded as a model.
+        counts: Number of faults by outcome, see `OUTCOMES`.
+        found: Descriptions of faults that are wrong, crash, or cannot be seen, by outcome.
+    """
+
+    name: str
+    skipped: str = ""
+    loads: bool = True
+    counts: Counter[str] = field(default_factory=Counter)
+    found: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+
+def sweepable(pattern: str = "*/*") -> list[Path]:
+    """Return folders with one safetensors file, and GGUF files."""
+    found = []
+    for folder in sorted(path for path in CHECKPOINTS.glob(pattern) if path.is_dir()):
+        files = [f for f in folder.glob("*.safetensors") if not f.name.startswith("expected")]
+        found += [folder] if len(files) == 1 else sorted(folder.glob("*.gguf"))
+    return found
+
+
+def sweep(place: Path, *, only: tuple[str, ...] = ()) -> Sweep:
+    """Damage the tensors of one layer, and those outside of layers, one at a time.
+
+    Args:
+        place: A folder or a GGUF file.
+        only: Kinds of faults; all if empty.
+    """
+    folder = place if place.is_dir() else place.parent
+    result = Sweep("/".join(folder.parts[-2:]))
+    torch.set_num_threads(1)
+    try:
+        sound = _observe(place, load=True)
+    except QuantloadError as error:
+        result.skipped = str(error).splitlines()[0]
+        return result
+    result.loads = sound.model is not None
+    scratch = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=scratch) as temporary:
+        for description, copy in _faults(place, Path(temporary)):
+            kind = description.split()[0]
+            if not only or kind in only:
+                outcome, detail = _outcome(copy, sound)
+                if outcome == "wrong" and kind in HIDDEN:
+                    outcome = "hidden"
+                result.counts[outcome] += 1
+                if outcome in ("wrong", "crash", "hidden", "told", "right"):
+                    result.found[outcome].append(f"{description}: {detail}")
+            shutil.rmtree(copy if copy.is_dir() else copy.parent)
+    return result
+
+
+def _faults(place: Path, temporary: Path) -> Iterator[tuple[str, Path]]:
+    if place.is_file():
+        yield from gguf_mutations(place, temporary, chosen)
+        return
+    names = open_checkpoint(place).tensors
+    yield from mutations(place, temporary, only=chosen(names), hidden=True)
+
+
+def chosen(names: Any) -> set[str]:
+    """Return the tensors outside of layers, and those of the layer that has most of them.
+
+    Of many experts the first and the last are taken.
+    """
+    layers: dict[str, Counter[str]] = defaultdict(Counter)
+    experts = {int(m[1]) for name in names if (m := _EXPERT.search(name))}
+    ends = {min(experts), max(experts)} if experts else set()
+    for name in names:
+        if m := _LAYER.search(name):
+            layers[m[1]][m[2]] += 1
+    largest = {prefix: counts.most_common(1)[0][0] for prefix, counts in layers.items()}
+    taken = set()
+    for name in names:
+        m, expert = _LAYER.search(name), _EXPERT.search(name)
+        if (m is None or largest[m[1]] == m[2]) and (expert is None or int(expert[1]) in ends):
+            taken.add(name)
+    return taken
+
+
+# -- what one checkpoint is ------------------------------------------------------------------------
+
+
+@dataclass
+class _Seen:
+    """The values of a checkpoint.
+
+    Args:
+        weights: Dequantized weights and what goes with them, by "module part".
+        plain: Other tensors by name.
+        schemes: What is done to weights and inputs, as text.
+        model: Tensors of the loaded model by path; None if the sound one does not load.
+        told: Warnings.
+    """
+
+    weights: dict[str, Tensor]
+    plain: dict[str, Tensor]
+    schemes: dict[str, str]
+    model: dict[str, Any] | None
+    told: set[str]
+
+
+class _Refused(Exception):
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+
+
+def _outcome(place: Path, sound: _Seen) -> tuple[str, str]:
+    """Return one of `OUTCOMES`, and what differs."""
+    try:
+        seen = _observe(place, load=sound.model is not None, staged=True)
+    except _Refused as error:
+        return error.stage, ""
+    except Exception as error:
+        return "crash", f"{type(error).__name__}: {error}"
+    wrong = _differences(seen, sound)
+    if not wrong:
+        return "right", ""
+    return ("told" if seen.told - sound.told else "wrong"), "; ".join(wrong[:3])
+
+
+def _observe(place: Path, *, load: bool, staged: bool = False) -> _Seen:
+    """Open, read and load; refusals of ours become `_Refused` if `staged`."""
+    stage = "open"
+    with _Told() as told, torch.no_grad():
+        try:
+            source = open_source(open_checkpoint(place))
+            stage = "read"
+            weights = _weights(source)
+            plain = {name: source.read_plain(name) for name in source.plain}
+            stage = "load"
+            model = _model(source, staged=staged) if load else None
+        except QuantloadError as error:
+            if staged:
+                raise _Refused(stage) from error
+            raise
+    schemes = {module: str(weight.scheme) for module, weight in source.weights.items()}
+    schemes["cache"] = str(source.reader.cache_scheme)
+    where = str(source.checkpoint.folder)
+    notes = {note.replace(where, "") for note in (*source.warnings, *told.messages)}
+    return _Seen(weights, plain, schemes, model, notes)
+
+
+def _weights(source: Source) -> dict[str, Tensor]:
+    found = {}
+    for module in source.weights:
+        value = source.read_weight(module)
+        if isinstance(value, QuantTensor):
+            found[f"{module} weight"] = value.dequantize()
+            for part in ("input_scale", "input_zero"):
+                if (tensor := getattr(value, part)) is not None:
+                    found[f"{module} {part}"] = tensor
+        else:
+            found[f"{module} weight"] = value
+    return found
+
+
+def _model(source: Source, *, staged: bool) -> dict[str, Any] | None:
+    try:
+        with _probed_once():
+            model = quantload.load(source, device="cpu", dtype=torch.float32)
+    except QuantloadError:
+        if staged:
+            raise
+        return None
+    layers = {r.module: f"{r.scheme}" for r in quantload.explain(model)}
+    inside = tuple(f"{path}." for path, m in model.named_modules() if isinstance(m, QuantLinear))
+    found: dict[str, Any] = {f"{path} scheme": scheme for path, scheme in layers.items()}
+    for path in layers:
+        layer = model.get_submodule(path)
+        found[f"{path}.weight"] = layer.weight
+        found[f"{path}.bias"] = layer.bias
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if not name.startswith(inside):
+            found.setdefault(name, tensor)
+    return found
+
+
+def _differences(seen: _Seen, sound: _Seen) -> list[str]:
+    """Say what of the loaded model differs, or, where none can be loaded, of the source."""
+    if sound.model is None:
+        return [line for what in ("schemes", "weights", "plain") for line in _of(what, seen, sound)]
+    inputs = [line for line in _of("weights", seen, sound) if " input_" in line]
+    if inputs and len(seen.weights) == len(sound.weights):
+        return inputs
+    return _of("model", seen, sound)
+
+
+def _of(what: str, seen: _Seen, sound: _Seen) -> list[str]:
+    one, two = getattr(sound, what), getattr(seen, what)
+    names = sorted(one.keys() | two.keys())
+    return [f"{what} {name}" for name in names if not _same(one.get(name), two.get(name))]
+
+
+def _same(one: Any, two: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return type(one) is type(two) and one == two
+    return one.shape == two.shape and torch.equal(one.double(), two.double())
+
+
+class _Told(logging.Handler):
+    """Collects what is logged and warned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def __enter__(self) -> _Told:
+        logger = logging.getLogger("quantload")
+        logger.addHandler(self)
+        logger.propagate = False
+        self._warnings = warnings.catch_warnings(record=True)
+        self._caught = self._warnings.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._warnings.__exit__(*raised)
+        self.messages += [str(each.message) for each in self._caught or ()]
+        logger = logging.getLogger("quantload")
+        logger.removeHandler(self)
+        logger.propagate = True
+
+
+@contextmanager
+def _probed_once() -> Iterator[None]:
+    """Probe the model of each config once: that takes half of the time of loading a tiny one."""
+    find = siblings.find_siblings
+
+    def remembered(model: Any) -> Any:
+        key = f"{type(model)} {model.config}"
+        if key not in _PROBED:
+            _PROBED[key] = find(model)
+        return _PROBED[key]
+
+    siblings.find_siblings = remembered
+    try:
+        yield
+    finally:
+        siblings.find_siblings = find
+
+
+_PROBED: dict[str, Any] = {}
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def table(sweeps: list[Sweep]) -> str:
+    """Return a Markdown table: a row for each tool, then the sum."""
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    for each in sweeps:
+        tool = each.name.split("/")[0]
+        for row in (tool, "all"):
+            rows[row] += each.counts
+            rows[row]["folders"] += not each.skipped
+    order = [*sorted(rows.keys() - {"all"}), "all"]
+    head = ("tool", "folders", "tried", *OUTCOMES)
+    lines = [" | ".join(head), " | ".join("---" for _ in head)]
+    for row in order:
+        counts = rows[row]
+        tried = sum(counts[outcome] for outcome in OUTCOMES)
+        cells = (row, counts["folders"], tried, *(counts[outcome] for outcome in OUTCOMES))
+        lines.append(" | ".join(map(str, cells)))
+    return "\n".join(lines)
+
+
+def _part() -> tuple[int, int]:
+    if len(sys.argv) < 3:
+        return 0, 1
+    one, of = sys.argv[2].split("/")
+    return int(one), int(of)
+
+
+def main() -> None:
+    """Sweep the folders that match the pattern of the command line."""
+    place, parts = _part()
+    done = []
+    for each in sweepable(sys.argv[1] if len(sys.argv) > 1 else "*/*")[place::parts]:
+        done.append(result := sweep(each))
+        print(f"{result.name}: {dict(result.counts)} {result.skipped}", flush=True)
+        if not result.loads:
+            print("    does not load as a model")
+        for outcome, lines in result.found.items():
+            for line in lines:
+                print(f"    {outcome:6} {line}")
+    print(table(done))
+
+
+if __name__ == "__main__":
+    main()
