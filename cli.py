@@ -205,7 +205,7 @@ def _warn(warnings: Iterable[str]) -> None:
 @_JSON
 def inspect(source: str, check_tp: int | None, every: bool, as_json: bool) -> None:
     """Say what SOURCE holds, layer by layer, from its headers."""
-    from quantload import api, cli_output
+    from quantload import api, cli_inspect, cli_output
     from quantload.loader.tensor_parallel import about_split
 
     opened = api.inspect(source)
@@ -214,9 +214,9 @@ def inspect(source: str, check_tp: int | None, every: bool, as_json: bool) -> No
         layers = ((w.module, w.shape, w.scheme) for w in opened.weights.values() if w.is_matrix)
         _warn(about_split(layers, check_tp))
     if as_json:
-        cli_output.print_json(cli_output.inspect_json(opened))
+        cli_output.print_json(cli_inspect.inspect_json(opened))
     else:
-        cli_output.show_inspect(opened, every=every)
+        cli_inspect.show_inspect(opened, every=every)
 
 
 @main.command()

@@ -25,7 +25,6 @@ from rich.text import Text
 
 from quantload.accuracy.verify import VerifyReport
 from quantload.loader.plan import Plan, PlanRow
-from quantload.loader.source import Source
 
 _WIDTH_WITHOUT_TERMINAL = 1000  # nothing is wrapped in a file or a pipe
 
@@ -166,7 +165,8 @@ def make_table(title: str, columns: Sequence[tuple[str, bool]]) -> Table:
     return table
 
 
-def _named(rows: Sequence[tuple[str, tuple[str, ...]]], every: bool) -> list[tuple[str, ...]]:
+def named_rows(rows: Sequence[tuple[str, tuple[str, ...]]], every: bool) -> list[tuple[str, ...]]:
+    """Give rows (name, cells) their count; those that differ in a layer's number become one."""
     if every:
         return [(name, "1", *cells) for name, cells in rows]
     return [(name, str(count), *cells) for name, count, cells in collapse(rows)]
@@ -187,11 +187,11 @@ def show_plan(plan: Plan, *, every: bool = False) -> None:
     rows = [
         (
             row.module,
-            (_shape(row.shape), row.source, _target(row), str(row.output_bytes), row.reason),
+            (shape_text(row.shape), row.source, _target(row), str(row.output_bytes), row.reason),
         )
         for row in plan.rows
     ]
-    for cells in _named(rows, every):
+    for cells in named_rows(rows, every):
         table.add_row(*cells)
     out = console()
     out.print(table)
@@ -204,7 +204,8 @@ def show_plan(plan: Plan, *, every: bool = False) -> None:
     )
 
 
-def _shape(shape: Sequence[int]) -> str:
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as "4096x128"."""
     return "x".join(map(str, shape))
 
 
@@ -240,94 +241,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "quantization_config": plan.config.get("quantization_config"),
         "warnings": list(plan.warnings),
     }
-
-
-# -- inspect ---------------------------------------------------------------------------------------
-
-
-def inspect_json(source: Source) -> dict[str, Any]:
-    """Return what a checkpoint holds, for machines."""
-    modules = [
-        {
-            "module": weight.module,
-            "shape": list(weight.shape),
-            "encoding": weight.encoding,
-            "scheme": str(weight.scheme) if weight.scheme else None,
-            "bits_per_weight": round(_bits(source, weight.module), 4),
-            "bytes": _bytes(source, weight.module),
-            "decided_by": weight.decided_by,
-            "leaves": dict(weight.leaves),
-        }
-        for weight in source.weights.values()
-    ]
-    return {
-        "quantload_inspect": 1,
-        "source": source.checkpoint.name,
-        "format": source.format_name,
-        "architectures": source.checkpoint.config.get("architectures"),
-        "modules": modules,
-        "plain": {
-            entry.name: [str(entry.dtype)[6:], list(entry.shape)] for entry in source.plain.values()
-        },
-        "weight_bytes": sum(entry.num_bytes for entry in source.checkpoint.tensors.values()),
-        "config_entries": dict(source.reader.entries),
-        "warnings": list(source.warnings),
-    }
-
-
-def _bytes(source: Source, module: str) -> int:
-    names = source.weights[module].leaves.values()
-    return sum(source.checkpoint.tensors[name].num_bytes for name in names)
-
-
-def _bits(source: Source, module: str) -> float:
-    rows, columns = source.weights[module].shape
-    return 8 * _bytes(source, module) / max(1, rows * columns)
-
-
-def show_inspect(source: Source, *, every: bool = False) -> None:
-    """Print what a checkpoint holds, as a table."""
-    named = source.checkpoint.config.get("architectures")
-    architectures = ", ".join(map(str, named)) if isinstance(named, list) and named else "?"
-    table = make_table(
-        f"{source.checkpoint.name}: {architectures}, format {source.format_name}",
-        [
-            *[("module", False), ("n", True), ("shape", False), ("holds", False)],
-            *[("bits/weight", True), ("bytes each", True), ("decided by", False)],
-        ],
-    )
-    rows = [
-        (
-            weight.module,
-            (
-                _shape(weight.shape),
-                weight.encoding,
-                f"{_bits(source, weight.module):.2f}",
-                str(_bytes(source, weight.module)),
-                weight.decided_by.replace(weight.module, "exact name"),
-            ),
-        )
-        for weight in source.weights.values()
-    ]
-    for cells in _named(rows, every):
-        table.add_row(*cells)
-    out = console()
-    out.print(table)
-    _show_entries(source, every=every)
-    total = sum(entry.num_bytes for entry in source.checkpoint.tensors.values())
-    out.print(f"{len(source.plain)} other tensors; {total} bytes ({size(total)}) of tensors in all")
-
-
-def _show_entries(source: Source, *, every: bool) -> None:
-    """Print on how many modules each entry of the config decides; single names only if `every`."""
-    entries, left = source.reader.entries, 0
-    for entry, count in entries.items():
-        if every or count > 1 or not re.fullmatch(r"[\w.-]*", entry.partition(": ")[2]):
-            console().print(f"{count:6} modules by `{entry}`")
-        else:
-            left += 1
-    if left:
-        console().print(f"{left:6} modules by their names")
 
 
 # -- verify ----------------------------------------------------------------------------------------

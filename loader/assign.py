@@ -17,14 +17,9 @@ from typing import NoReturn, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from quantload.errors import (
-    FormatMismatch,
-    MissingTensor,
-    ShapeError,
-    UnexpectedTensor,
-    listed,
-)
+from quantload.errors import FormatMismatch, MissingTensor, ShapeError, UnexpectedTensor, listed
 from quantload.loader.checkpoint import files_kept_open
+from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.left_out import why_left_out
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 from quantload.loader.ties import hint_of_missing, tell_untied
@@ -115,6 +110,7 @@ def assign(
         UnexpectedTensor: A tensor has no place, or two have one place.
         ShapeError: A tensor has another shape than its place.
         FormatMismatch: Codes would be cast into a float parameter.
+        NonFiniteWeight: A tensor holds NaN or infinity.
     """
     places = _Places(model, tied)
     jobs, dropped = _jobs(model, source, mapper, places)
@@ -208,10 +204,15 @@ def _by_module(jobs: list[Job]) -> dict[str, list[Job]]:
 
 def _read(source: Source, job: Job, module: nn.Module) -> QuantTensor | Tensor:
     if job.weight is None:
-        return source.read_plain(job.name)
-    if job.weight.is_matrix or _is_layer_weight(job.weight, module):
-        return source.read_weight(job.name)
-    return source.read_parameter(job.name)
+        value: QuantTensor | Tensor = source.read_plain(job.name)
+    elif job.weight.is_matrix or _is_layer_weight(job.weight, module):
+        value = source.read_weight(job.name)
+    else:
+        value = source.read_parameter(job.name)
+    if isinstance(value, Tensor):
+        name = job.name if job.weight is None else job.weight.parameter_name
+        refuse_nonfinite(value, name, source.checkpoint.name)
+    return value
 
 
 def _is_layer_weight(weight: SourceWeight, module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "api": LAYERED | {"loader", "layers", "accuracy"},
     "cli": LAYERED | {"loader", "layers", "accuracy", "api"},
 }
-COMMAND_LINE = {"cli", "cli_output", "cli_compare"}  # one part, in several files
+COMMAND_LINE = {"cli", "cli_output", "cli_inspect", "cli_compare"}  # one part, in several files
 TRANSFORMERS = (
     "layers/meta_model.py",
     "layers/siblings.py",

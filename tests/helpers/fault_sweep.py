@@ -90,7 +90,7 @@ def sweep(place: Path, *, only: tuple[str, ...] = ()) -> Sweep:
         for description, copy in _faults(place, Path(temporary)):
             kind = description.split()[0]
             if not only or kind in only:
-                outcome, detail = _outcome(copy, sound)
+                outcome, detail = _outcome(copy, sound, description.split()[1])
                 if outcome == "wrong" and kind in HIDDEN:
                     outcome = "hidden"
                 result.counts[outcome] += 1
@@ -155,8 +155,8 @@ class _Refused(Exception):
         self.stage = stage
 
 
-def _outcome(place: Path, sound: _Seen) -> tuple[str, str]:
-    """Return one of `OUTCOMES`, and what differs."""
+def _outcome(place: Path, sound: _Seen, name: str) -> tuple[str, str]:
+    """Return one of `OUTCOMES`, and what differs; a warning has to name the tensor."""
     try:
         seen = _observe(place, load=sound.model is not None, staged=True)
     except _Refused as error:
@@ -166,7 +166,8 @@ def _outcome(place: Path, sound: _Seen) -> tuple[str, str]:
     wrong = _differences(seen, sound)
     if not wrong:
         return "right", ""
-    return ("told" if seen.told - sound.told else "wrong"), "; ".join(wrong[:3])
+    told = any(f"`{name}`" in note or f" {name}" in note for note in seen.told - sound.told)
+    return ("told" if told else "wrong"), "; ".join(wrong[:3])
 
 
 def _observe(place: Path, *, load: bool, staged: bool = False) -> _Seen:

@@ -1,0 +1,111 @@
+"""What `quantload inspect` shows: each module's format, scheme, bits, and which entry decided."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from quantload.cli_output import (
+    console,
+    make_table,
+    named_rows,
+    shape_text,
+    size,
+)
+from quantload.loader.checkpoint import TensorEntry
+from quantload.loader.source import Source
+
+
+def inspect_json(source: Source) -> dict[str, Any]:
+    """Return what a checkpoint holds, for machines."""
+    modules = [
+        {
+            "module": weight.module,
+            "shape": list(weight.parameter_shape),
+            "format": source.format_name if weight.is_quantized else "dense",
+            "encoding": weight.encoding,
+            "scheme": str(weight.scheme) if weight.scheme else None,
+            "bits_per_weight": round(_bits(source, weight.module), 4),
+            "bytes": _bytes(source, weight.module),
+            "decided_by": weight.decided_by,
+            "headers": {
+                leaf: [name, *_header(source.checkpoint.tensors[name])]
+                for leaf, name in weight.leaves.items()
+            },
+        }
+        for weight in source.weights.values()
+    ]
+    return {
+        "quantload_inspect": 1,
+        "source": source.checkpoint.name,
+        "format": source.format_name,
+        "architectures": source.checkpoint.config.get("architectures"),
+        "modules": modules,
+        "plain": {
+            entry.name: [str(entry.dtype)[6:], list(entry.shape)] for entry in source.plain.values()
+        },
+        "weight_bytes": sum(entry.num_bytes for entry in source.checkpoint.tensors.values()),
+        "config_entries": dict(source.reader.entries),
+        "warnings": list(source.warnings),
+    }
+
+
+def _header(entry: TensorEntry) -> tuple[str, list[int]]:
+    """Return dtype (or GGUF type) and shape of a tensor."""
+    return entry.block_type or str(entry.dtype).removeprefix("torch."), list(entry.shape)
+
+
+def _bytes(source: Source, module: str) -> int:
+    names = source.weights[module].leaves.values()
+    return sum(source.checkpoint.tensors[name].num_bytes for name in names)
+
+
+def _bits(source: Source, module: str) -> float:
+    elements = math.prod(source.weights[module].parameter_shape)
+    return 8 * _bytes(source, module) / max(1, elements)
+
+
+def show_inspect(source: Source, *, every: bool = False) -> None:
+    """Print what a checkpoint holds, as a table."""
+    named = source.checkpoint.config.get("architectures")
+    architectures = ", ".join(map(str, named)) if isinstance(named, list) and named else "?"
+    table = make_table(
+        f"{source.checkpoint.name}: {architectures}, format {source.format_name}",
+        [
+            *[("module", False), ("n", True), ("shape", False), ("holds", False)],
+            *[("bits/weight", True), ("bytes each", True), ("decided by", False)],
+        ],
+    )
+    rows = [
+        (
+            weight.module,
+            (
+                shape_text(weight.parameter_shape),
+                weight.encoding,
+                f"{_bits(source, weight.module):.2f}",
+                str(_bytes(source, weight.module)),
+                weight.decided_by.replace(weight.module, "exact name"),
+            ),
+        )
+        for weight in source.weights.values()
+    ]
+    for cells in named_rows(rows, every):
+        table.add_row(*cells)
+    out = console()
+    out.print(table)
+    _show_entries(source, every=every)
+    total = sum(entry.num_bytes for entry in source.checkpoint.tensors.values())
+    out.print(f"{len(source.plain)} other tensors; {total} bytes ({size(total)}) of tensors in all")
+
+
+def _show_entries(source: Source, *, every: bool) -> None:
+    """Print on how many modules each entry of the config decides; single names only if `every`."""
+    entries, left = source.reader.entries, 0
+    for entry, count in entries.items():
+        if every or count > 1 or not re.fullmatch(r"[\w.-]*", entry.partition(": ")[2]):
+            console().print(f"{count:6} modules by `{entry}`")
+        else:
+            left += 1
+    if left:
+        console().print(f"{left:6} modules by their names")
