@@ -7,7 +7,10 @@ Bytes, little endian, versions 2 and 3:
                  u32 type of its items, u64 count and the items
     per tensor   string name, u32 number of axes, u64 per axis (fastest first), u32 type,
                  u64 offset into the data
-    padding to `general.alignment` (32), then the data
+    padding to `general.alignment` (32), then the data, tensor after tensor, each padded likewise
+
+Bytes between tensors that are no padding are those of a tensor whose type or shape is wrong in the
+table: that is how a wrong type of fewer bits is found. llama.cpp refuses them as well.
 
 Only the types come from the `gguf` package. Its own reader makes one NumPy array per metadata item,
 which takes seconds for a vocabulary, and has no bound on a count that a damaged file claims.
@@ -22,6 +25,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,7 @@ PLAIN_DTYPES = {
 }
 _MAX_HEADER_BYTES = 128 << 20  # the largest vocabularies need 15 MiB
 _MAX_AXES = 4
+_MAX_TAIL = 1 << 16  # zeros so far behind the last tensor are taken for padding
 _SCALARS = dict(zip(range(8), "BbHhIif?", strict=True)) | dict(
     zip((10, 11, 12), "Qqd", strict=True)
 )
@@ -168,6 +173,7 @@ def read_header(path: Path) -> GgufHeader:
         if name in tensors:
             raise HeaderError(f"tensor `{name}` is there twice, in `{path}`")
         tensors[name] = _locate(name, shape, type_name, data_start + offset, data)
+    _check_layout(list(tensors.values()), alignment, data)
     return GgufHeader(metadata, tensors)
 
 
@@ -206,3 +212,34 @@ def _locate(
             hint=_TRUNCATED,
         )
     return GgufTensor(name, shape, type_name, start, num_bytes, data.path)
+
+
+def _check_layout(tensors: list[GgufTensor], alignment: int, data: _HeaderBytes) -> None:
+    """Demand that every byte of the data belongs to one tensor, or is padding."""
+    ordered = sorted((t for t in tensors if t.num_bytes), key=lambda tensor: tensor.start)
+    for tensor, following in pairwise(ordered):
+        end = tensor.start + tensor.num_bytes
+        if not 0 <= following.start - end < alignment:
+            found = "overlap" if following.start < end else "leave a gap"
+            raise HeaderError(
+                f"tensors `{tensor.name}` and `{following.name}` {found}: one ends at byte "
+                f"`{end}`, the other begins at `{following.start}`, in `{data.path}`",
+                hint=f"type `{tensor.type_name}` or shape `{tensor.shape}` may be wrong",
+            )
+    if ordered and (left := _bytes_behind(ordered[-1], alignment, data)):
+        last = ordered[-1]
+        raise HeaderError(
+            f"`{left}` bytes behind the last tensor `{last.name}` belong to none, in `{data.path}`",
+            hint=f"type `{last.type_name}` or shape `{last.shape}` may be wrong",
+        )
+
+
+def _bytes_behind(last: GgufTensor, alignment: int, data: _HeaderBytes) -> int:
+    """Number of bytes behind the last tensor; 0 if they are padding."""
+    end = last.start + last.num_bytes
+    left = data.file_size - end
+    if left < alignment:
+        return 0
+    with data.path.open("rb") as file:
+        file.seek(end)
+        return left if any(file.read(_MAX_TAIL)) else 0

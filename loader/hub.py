@@ -35,7 +35,7 @@ def fetch_snapshot(hub_id: str, *, pickled: bool = False) -> Path:
     Raises:
         SourceNotFound: No such repository or revision, no access, no connection.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import is_offline_mode, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -57,6 +57,7 @@ def fetch_snapshot(hub_id: str, *, pickled: bool = False) -> Path:
             revision=revision,
             allow_patterns=_WANTED + (_PICKLED if pickled else []),
             ignore_patterns=_UNWANTED,
+            local_files_only=is_offline_mode(),  # huggingface_hub 1.33 asks for commits otherwise
         )
     except GatedRepoError as error:
         raise SourceNotFound(

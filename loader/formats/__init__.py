@@ -22,12 +22,14 @@ from quantload.loader.formats.gguf import GgufReader
 from quantload.loader.formats.gguf_in_safetensors import GgufInSafetensorsReader
 from quantload.loader.formats.gptq import GptqReader
 from quantload.loader.formats.hqq import HqqReader
+from quantload.loader.formats.module_leaves import require_input_scales
 from quantload.loader.formats.modelopt import ModelOptReader
 from quantload.loader.formats.mxfp4 import Mxfp4Reader
 from quantload.loader.formats.quanto import QuantoReader
 from quantload.loader.formats.quark import QuarkReader
 from quantload.loader.formats.torchao import TorchaoReader
 from quantload.loader.source import Reader, Source
+from quantload.loader.stray_dtypes import warn_of_stray_dtypes
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def open_source(checkpoint: Checkpoint) -> Source:
     weights = reader.weights()
     consumed = {name for weight in weights.values() for name in weight.leaves.values()}
     tensors = reader.checkpoint.tensors
+    require_input_scales(reader.checkpoint, weights)
+    reader.warnings += warn_of_stray_dtypes(tensors, weights)
     return Source(
         checkpoint=reader.checkpoint,
         format_name=row.name,

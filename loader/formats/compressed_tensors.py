@@ -65,7 +65,7 @@ from quantload.loader.formats.compressed_tensors_config import (
 )
 from quantload.loader.formats.compressed_tensors_decode import decode_parts
 from quantload.loader.formats.compressed_tensors_encode import Leaf, encode, layout
-from quantload.loader.formats.compressed_tensors_shapes import checked_weight
+from quantload.loader.formats.compressed_tensors_shapes import checked_weight, refuse_mixed_packing
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.module_leaves import ModuleLeaves, by_module, refuse_leftovers
@@ -120,6 +120,7 @@ class CompressedTensorsReader(Reader):
         self.warnings += self._about_exponents(found)
         consumed = [name for weight in found.values() for name in weight.leaves.values()]
         refuse_leftovers(self.checkpoint, consumed)
+        refuse_mixed_packing(self.checkpoint, found)
         return found
 
     # -- one module ----------------------------------------------------------------------------

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
 from quantload.errors import FormatMismatch, UnsupportedVariant
-from quantload.loader.formats.compressed_tensors_arguments import (
-    MXFP4,
-    MXFP6,
-    NVFP4,
-    PACKED,
-)
+from quantload.loader.checkpoint import Checkpoint
+from quantload.loader.formats.compressed_tensors_arguments import MXFP4, MXFP6, NVFP4, PACKED
 from quantload.loader.formats.compressed_tensors_config import Group
 from quantload.loader.formats.module_leaves import ModuleLeaves
-from quantload.loader.source import FLOAT_DTYPES
+from quantload.loader.source import FLOAT_DTYPES, SourceWeight
 from quantload.quant.packing import words_dense, words_padded
 from quantload.quant.scheme import Scheme, WeightScheme
 
@@ -164,6 +160,35 @@ def is_padded(words: int, columns: int, bits: int, version: tuple[int, ...] | No
             hint="add the `version` of compressed-tensors to the quantization config",
         )
     return version < (0, 18)
+
+
+def refuse_mixed_packing(checkpoint: Checkpoint, weights: Mapping[str, SourceWeight]) -> None:
+    """Refuse weights in both layouts of packed fields: one tool writes all in one of them.
+
+    A row in the old layout that lost its last word may look like one in the new.
+
+    Args:
+        checkpoint: An open checkpoint.
+        weights: What was read of it, by module.
+
+    Raises:
+        FormatMismatch: Some are in one layout, some in the other.
+    """
+    modules: dict[bool, str] = {}
+    for module, weight in weights.items():
+        if weight.scheme is None or not weight.encoding.startswith(PACKED):
+            continue
+        bits = weight_of(weight.scheme).grid.bits
+        words = checkpoint.tensors[weight.leaves["weight_packed"]].shape[1]
+        dense, padded = words_dense(weight.shape[1], bits), words_padded(weight.shape[1], bits)
+        if dense != padded:
+            modules.setdefault(words == padded, module)
+    if len(modules) > 1:
+        raise FormatMismatch(
+            f"the codes of `{modules[True]}` are packed as before compressed-tensors 0.18, those "
+            f"of `{modules[False]}` as since then, in `{checkpoint.name}`",
+            hint="a tensor is truncated, or the files are of two exports",
+        )
 
 
 # -- scales ----------------------------------------------------------------------------------------

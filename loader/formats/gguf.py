@@ -29,12 +29,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import gguf
+import numpy as np
 import torch
 from torch import Tensor
 
 from quantload.errors import UnsupportedVariant
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.formats.dense import dense_weight
+from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.gguf_restore import GgufEntry
 from quantload.loader.safetensors_header import NAMES
 from quantload.loader.source import Reader, SourceWeight
@@ -113,15 +115,28 @@ class GgufReader(Reader):
 
         Returns:
             Canonical, or float where its type has no canonical form.
+
+        Raises:
+            NonFiniteWeight: A scale holds NaN or infinity.
         """
         name = weight.leaves["weight"]
         entry = self.checkpoint.tensors[name]
         decoded = decode_rows(self.checkpoint.read(name), entry.block_type)
+        if entry.block_type:
+            self._refuse_nonfinite(decoded, name)
         late_steps = entry.late_steps if isinstance(entry, GgufEntry) else ()
         for step in late_steps:
             values = decoded.dequantize() if isinstance(decoded, QuantTensor) else decoded
             decoded = step(values)
         return decoded
+
+    def _refuse_nonfinite(self, decoded: QuantTensor | Tensor, name: str) -> None:
+        if isinstance(decoded, Tensor):
+            refuse_nonfinite(decoded, name, self.checkpoint.name)
+            return
+        for part in (decoded.scale, decoded.offset):
+            if part is not None:
+                refuse_nonfinite(part, name, self.checkpoint.name)
 
 
 def _weight(entry: TensorEntry) -> SourceWeight | None:
@@ -255,6 +270,7 @@ def _dequantize_rows(stored: Tensor, type_name: str) -> Tensor:
     weight = torch.empty(shape, dtype=torch.float32)
     values, raw = weight.numpy(), stored.numpy()
     step = max(1, _ELEMENTS_AT_ONCE // shape[1])
-    for start in range(0, shape[0], step):
-        values[start : start + step] = gguf.quants.dequantize(raw[start : start + step], kind)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused
+        for start in range(0, shape[0], step):
+            values[start : start + step] = gguf.quants.dequantize(raw[start : start + step], kind)
     return weight

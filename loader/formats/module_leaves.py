@@ -12,6 +12,8 @@ from quantload.loader.checkpoint import Checkpoint, TensorEntry
 from quantload.loader.formats.dense import quantized_names
 from quantload.loader.source import SourceWeight
 
+_INPUT_SCALES = {"input_scale", "activation_scale", "input_global_scale"}
+
 
 @dataclass(frozen=True)
 class ModuleLeaves:
@@ -155,4 +157,28 @@ def refuse_unknown_parts(checkpoint: Checkpoint, weights: Mapping[str, SourceWei
         raise UnsupportedVariant(
             f"quantized modules have tensors that are not read: {listed(unknown)}, in "
             f"`{checkpoint.name}`"
+        )
+
+
+def require_input_scales(checkpoint: Checkpoint, weights: Mapping[str, SourceWeight]) -> None:
+    """Demand the fixed scale of an input of every module that should have one, if any has it.
+
+    An export in which none has one is of another kind: its inputs are quantized dynamically.
+
+    Args:
+        checkpoint: An open checkpoint.
+        weights: What was read of it, by module.
+
+    Raises:
+        MissingTensor: Some have their scale, some have not.
+    """
+    inputs = [(weight, weight.scheme and weight.scheme.input) for weight in weights.values()]
+    static = [w for w, input in inputs if input and (not input.dynamic or input.scale == "e4m3")]
+    without = [weight.module for weight in static if not _INPUT_SCALES & weight.leaves.keys()]
+    if without and len(without) < len(static):
+        raise MissingTensor(
+            f"`{len(without)}` of `{len(static)}` modules have no scale for their input, which the "
+            f"config says is fixed: {listed(f'{m}.input_scale' for m in without)} missing, in "
+            f"`{checkpoint.name}`",
+            hint="a shard may be missing",
         )

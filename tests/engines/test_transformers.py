@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from versions import needs_new_transformers
 
 from quantload import api
 from quantload.quant.metrics import kl_divergence
@@ -63,6 +64,7 @@ def test_weight_only_logits_agree(converted, scheme):
     assert (got - expected).norm() / expected.norm() < 1e-5
 
 
+@needs_new_transformers  # older ones cast scales to float32 first
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A16"])
 @torch.no_grad()
 def test_rounded_logits_agree(converted, scheme):
@@ -84,6 +86,7 @@ def test_dequantized_output_has_the_bits_of_transformers(converted, tmp_path, sc
         assert torch.equal(weight, expected[name]), name
 
 
+@needs_new_transformers  # FP8_BLOCK fails with compressed-tensors 0.17
 @pytest.mark.parametrize("scheme", WITH_INPUTS)
 @torch.no_grad()
 def test_each_linear_layer_agrees_on_the_same_input(converted, scheme):
@@ -112,6 +115,7 @@ def test_each_linear_layer_agrees_on_the_same_input(converted, scheme):
         assert worst < 0.02, (name, worst)
 
 
+@needs_new_transformers  # FP8_BLOCK fails with compressed-tensors 0.17
 @pytest.mark.parametrize("scheme", WITH_INPUTS)
 @torch.no_grad()
 def test_end_to_end_divergence_is_small(converted, scheme):

@@ -12,9 +12,10 @@ import re
 import shutil
 import sys
 import tempfile
+import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +30,14 @@ from truth import CHECKPOINTS
 import quantload
 from quantload.errors import QuantloadError
 from quantload.layers import siblings
-from quantload.layers.linear import QuantLinear
+from quantload.layers.linear import QuantLinear, StaticInput
+from quantload.layers.stack import StackView
 from quantload.loader.formats import open_source
 from quantload.loader.open import open_checkpoint
-from quantload.loader.source import Source
+from quantload.loader.source import FLOAT_DTYPES, Source
 from quantload.quant.qtensor import QuantTensor
 
+Same = Callable[[Any, Any], bool]
 OUTCOMES = ("open", "read", "load", "right", "told", "hidden", "wrong", "crash")
 HIDDEN = ("swap", "turn", "zero")  # kinds that nothing in a header contradicts
 _LAYER = re.compile(r"^(.*?(?:^|\.)(?:layers|h|blocks|blk|layer)\.)(\d+)\.")
@@ -69,12 +72,12 @@ def sweepable(pattern: str = "*/*") -> list[Path]:
     return found
 
 
-def sweep(place: Path, *, only: tuple[str, ...] = ()) -> Sweep:
+def sweep(place: Path, *, names: str = "") -> Sweep:
     """Damage the tensors of one layer, and those outside of layers, one at a time.
 
     Args:
         place: A folder or a GGUF file.
-        only: Kinds of faults; all if empty.
+        names: Regular expression, searched in names, of the tensors to damage.
     """
     folder = place if place.is_dir() else place.parent
     result = Sweep("/".join(folder.parts[-2:]))
@@ -87,28 +90,40 @@ def sweep(place: Path, *, only: tuple[str, ...] = ()) -> Sweep:
     result.loads = sound.model is not None
     scratch = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=scratch) as temporary:
-        for description, copy in _faults(place, Path(temporary)):
-            kind = description.split()[0]
-            if not only or kind in only:
-                outcome, detail = _outcome(copy, sound, description.split()[1])
-                if outcome == "wrong" and kind in HIDDEN:
-                    outcome = "hidden"
-                result.counts[outcome] += 1
-                if outcome in ("wrong", "crash", "hidden", "told", "right"):
-                    result.found[outcome].append(f"{description}: {detail}")
+        for description, copy in _faults(place, Path(temporary), names):
+            outcome, detail = _outcome(copy, sound, description)
+            if outcome == "wrong" and _is_hidden(description, sound):
+                outcome = "hidden"
+            result.counts[outcome] += 1
+            if outcome in ("wrong", "crash", "hidden", "told", "right"):
+                result.found[outcome].append(f"{description}: {detail}")
             shutil.rmtree(copy if copy.is_dir() else copy.parent)
     return result
 
 
-def _faults(place: Path, temporary: Path) -> Iterator[tuple[str, Path]]:
+def _is_hidden(description: str, sound: _Seen) -> bool:
+    """True for other values under the same header, which no reader can know to be wrong.
+
+    GGUF has no word for tied embeddings: without an output matrix they are. NaN written into packed
+    codes that are stored as floats are other codes.
+    """
+    kind, name = description.split()[:2]
+    is_tied = description == "delete output.weight"
+    return kind in HIDDEN or is_tied or (kind == "nan" and name in sound.codes)
+
+
+def _faults(place: Path, temporary: Path, names: str) -> Iterator[tuple[str, Path]]:
+    def choose(found: Collection[str]) -> set[str]:
+        return {name for name in chosen(found) if re.search(names, name)}
+
     if place.is_file():
-        yield from gguf_mutations(place, temporary, chosen)
+        yield from gguf_mutations(place, temporary, choose)
         return
-    names = open_checkpoint(place).tensors
-    yield from mutations(place, temporary, only=chosen(names), hidden=True)
+    found = open_checkpoint(place).tensors
+    yield from mutations(place, temporary, only=choose(found), hidden=True)
 
 
-def chosen(names: Any) -> set[str]:
+def chosen(names: Collection[str]) -> set[str]:
     """Return the tensors outside of layers, and those of the layer that has most of them.
 
     Of many experts the first and the last are taken.
@@ -141,6 +156,7 @@ class _Seen:
         schemes: What is done to weights and inputs, as text.
         model: Tensors of the loaded model by path; None if the sound one does not load.
         told: Warnings.
+        codes: Names of packed codes that are stored as floats.
     """
 
     weights: dict[str, Tensor]
@@ -148,6 +164,7 @@ class _Seen:
     schemes: dict[str, str]
     model: dict[str, Any] | None
     told: set[str]
+    codes: set[str]
 
 
 class _Refused(Exception):
@@ -155,7 +172,7 @@ class _Refused(Exception):
         self.stage = stage
 
 
-def _outcome(place: Path, sound: _Seen, name: str) -> tuple[str, str]:
+def _outcome(place: Path, sound: _Seen, description: str) -> tuple[str, str]:
     """Return one of `OUTCOMES`, and what differs; a warning has to name the tensor."""
     try:
         seen = _observe(place, load=sound.model is not None, staged=True)
@@ -163,33 +180,44 @@ def _outcome(place: Path, sound: _Seen, name: str) -> tuple[str, str]:
         return error.stage, ""
     except Exception as error:
         return "crash", f"{type(error).__name__}: {error}"
-    wrong = _differences(seen, sound)
+    if description.startswith("widen"):
+        wrong = _differences(seen, sound, same=_nearly)
+    else:
+        wrong = _differences(seen, sound)
     if not wrong:
         return "right", ""
+    name = description.split()[1]
     told = any(f"`{name}`" in note or f" {name}" in note for note in seen.told - sound.told)
     return ("told" if told else "wrong"), "; ".join(wrong[:3])
 
 
 def _observe(place: Path, *, load: bool, staged: bool = False) -> _Seen:
-    """Open, read and load; refusals of ours become `_Refused` if `staged`."""
+    """Open, and read or load; refusals of ours become `_Refused` if `staged`."""
     stage = "open"
+    weights, plain, model = {}, {}, None
     with _Told() as told, torch.no_grad():
         try:
             source = open_source(open_checkpoint(place))
-            stage = "read"
-            weights = _weights(source)
-            plain = {name: source.read_plain(name) for name in source.plain}
-            stage = "load"
-            model = _model(source, staged=staged) if load else None
+            stage = "load" if load else "read"
+            if load:
+                model = _model(source, staged=staged)
+            if not load or model is None:
+                weights = _weights(source)
+                plain = {name: source.read_plain(name) for name in source.plain}
         except QuantloadError as error:
-            if staged:
-                raise _Refused(stage) from error
-            raise
+            if not staged:
+                raise
+            frames = traceback.walk_tb(error.__traceback__)
+            is_read = any(frame.f_code.co_name == "decode" for frame, _ in frames)
+            raise _Refused("read" if is_read else stage) from error
     schemes = {module: str(weight.scheme) for module, weight in source.weights.items()}
     schemes["cache"] = str(source.reader.cache_scheme)
     where = str(source.checkpoint.folder)
     notes = {note.replace(where, "") for note in (*source.warnings, *told.messages)}
-    return _Seen(weights, plain, schemes, model, notes)
+    quantized = [weight for weight in source.weights.values() if weight.is_quantized]
+    stored = [source.checkpoint.tensors.get(w.leaves.get("weight", "")) for w in quantized]
+    codes = {entry.name for entry in stored if entry is not None and entry.dtype in FLOAT_DTYPES}
+    return _Seen(weights, plain, schemes, model, notes, codes)
 
 
 def _weights(source: Source) -> dict[str, Tensor]:
@@ -221,6 +249,7 @@ def _model(source: Source, *, staged: bool) -> dict[str, Any] | None:
         layer = model.get_submodule(path)
         found[f"{path}.weight"] = layer.weight
         found[f"{path}.bias"] = layer.bias
+        found |= {f"{path} {part}": tensor for part, tensor in _static_input(layer).items()}
     for name, tensor in (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -230,26 +259,46 @@ def _model(source: Source, *, staged: bool) -> dict[str, Any] | None:
     return found
 
 
-def _differences(seen: _Seen, sound: _Seen) -> list[str]:
+def _static_input(layer: Any) -> dict[str, Tensor]:
+    """Return the fixed scale and zero point of the input of a layer of the model."""
+    gemm = layer
+    if isinstance(layer, StackView):
+        stack = layer._stack
+        gemm = stack if stack.separate is None else stack.separate[layer.slot]
+    while not isinstance(gemm, StaticInput):
+        gemm = getattr(gemm, "gemm", None)
+        if gemm is None:
+            return {}
+    is_zero = gemm.zero is None or not bool(gemm.zero.any())
+    found = {"scale": gemm.scale.reshape(-1)}
+    return found if is_zero else {**found, "zero": gemm.zero.reshape(-1)}
+
+
+def _differences(seen: _Seen, sound: _Seen, same: Same | None = None) -> list[str]:
     """Say what of the loaded model differs, or, where none can be loaded, of the source."""
-    if sound.model is None:
-        return [line for what in ("schemes", "weights", "plain") for line in _of(what, seen, sound)]
-    inputs = [line for line in _of("weights", seen, sound) if " input_" in line]
-    if inputs and len(seen.weights) == len(sound.weights):
-        return inputs
-    return _of("model", seen, sound)
-
-
-def _of(what: str, seen: _Seen, sound: _Seen) -> list[str]:
-    one, two = getattr(sound, what), getattr(seen, what)
-    names = sorted(one.keys() | two.keys())
-    return [f"{what} {name}" for name in names if not _same(one.get(name), two.get(name))]
+    parts = ("schemes", "weights", "plain") if sound.model is None else ("model",)
+    wrong = []
+    for part in parts:
+        one, two = getattr(sound, part), getattr(seen, part)
+        for name in sorted(one.keys() | two.keys()):
+            if not (same or _same)(one.get(name), two.get(name)):
+                wrong.append(f"{part} {name}")
+    return wrong
 
 
 def _same(one: Any, two: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(two, Tensor):
         return type(one) is type(two) and one == two
     return one.shape == two.shape and torch.equal(one.double(), two.double())
+
+
+def _nearly(one: Any, two: Any) -> bool:
+    """Scales of a wider dtype are multiplied in it: values may differ by a rounding of bfloat16."""
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return _same(one, two)
+    return one.shape == two.shape and torch.allclose(
+        one.double(), two.double(), rtol=2**-7, atol=2**-7 * float(one.double().abs().max())
+    )
 
 
 class _Told(logging.Handler):
@@ -265,7 +314,7 @@ class _Told(logging.Handler):
     def __enter__(self) -> _Told:
         logger = logging.getLogger("quantload")
         logger.addHandler(self)
-        logger.propagate = False
+        self._propagated, logger.propagate = logger.propagate, False
         self._warnings = warnings.catch_warnings(record=True)
         self._caught = self._warnings.__enter__()
         return self
@@ -275,7 +324,7 @@ class _Told(logging.Handler):
         self.messages += [str(each.message) for each in self._caught or ()]
         logger = logging.getLogger("quantload")
         logger.removeHandler(self)
-        logger.propagate = True
+        logger.propagate = self._propagated
 
 
 @contextmanager

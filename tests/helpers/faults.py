@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from quantload.errors import QuantloadError
 from quantload.loader.formats import open_source
 from quantload.loader.open import open_checkpoint
+from quantload.loader.safetensors_header import NAMES
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 # dtypes of equal size and other meaning
@@ -67,8 +67,7 @@ def mutations(
             number += 1
             changed = dict(tensors)
             change(changed)
-            changed = {key: part.contiguous().clone() for key, part in changed.items()}
-            save_file(changed, copy / file.name, metadata=metadata)
+            _write(copy / file.name, changed, metadata)
             yield description, copy
         copy = _copy_around(folder, file, tmp_path / f"fault-{number:05d}")
         number += 1
@@ -126,6 +125,26 @@ def _weights_of(folder: Path) -> Path:
 def _read(file: Path) -> tuple[dict[str, str] | None, dict[str, Tensor]]:
     with safe_open(file, "pt") as opened:
         return opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
+def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> None:
+    """Write a safetensors file; the library's own function copies every tensor first."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    parts, position = [], 0
+    for name, tensor in tensors.items():
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        end = position + raw.nbytes
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        parts.append(raw)
+        position = end
+    text = json.dumps(header).encode()
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.writelines(parts)
 
 
 def _copy_around(folder: Path, file: Path, copy: Path) -> Path:

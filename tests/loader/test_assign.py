@@ -10,7 +10,13 @@ from fake_source import FakeModel, quantized_model
 from torch import nn
 
 from quantload.api import load_model
-from quantload.errors import FormatMismatch, MissingTensor, ShapeError, UnexpectedTensor
+from quantload.errors import (
+    FormatMismatch,
+    MissingTensor,
+    NonFiniteWeight,
+    ShapeError,
+    UnexpectedTensor,
+)
 from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import parse_scheme
 
@@ -91,6 +97,14 @@ def test_codes_are_never_cast_to_floats(fake: FakeModel, dtype: torch.dtype) -> 
 def test_codes_as_the_weight_of_a_linear(fake: FakeModel) -> None:
     fake.tensors[f"{UP}.weight"] = fake.quantized.pop(UP)[1].codes
     with pytest.raises(FormatMismatch, match="up_proj"):
+        load(fake)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [NORM, BIAS, "model.embed_tokens.weight"])
+def test_floats_that_are_not_finite(fake: FakeModel, name: str, value: float) -> None:
+    fake.tensors[name].reshape(-1)[-1] = value
+    with pytest.raises(NonFiniteWeight, match=f"`{name}` holds NaN or infinity"):
         load(fake)
 
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 from gguf_converter import gguf_tensors, hub_tensors, write_as_gguf
 from safetensors.torch import save_file
+from versions import IS_OLD
 
 from quantload.errors import MissingTensor, UnexpectedTensor, UnsupportedVariant
 from quantload.loader.formats.gguf import GgufReader
@@ -192,6 +193,7 @@ NOT_READ_BY_TRANSFORMERS = {
     "stablelm-norms": "it does not read the norms of heads",
     "t5": "it looks for a gate in every model, and counts layers of the encoder in the decoder",
 }
+NEWER = ("minimax-m2", "qwen3.5", "qwen3.5-moe")
 # Config entries that transformers leaves at the default of the class; the weights are an oracle.
 CONFIG_IS_LOST = {
     "llama-biases": "biases",
@@ -212,6 +214,8 @@ def models():
     made = {}
 
     def get(case):
+        if IS_OLD and case in NEWER:
+            pytest.skip("transformers before 5.24 does not have it, or not its GGUF")
         if case not in made:
             _, class_name, options = CASES[case]
             model_class = getattr(transformers, class_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import tracemalloc
 
@@ -195,3 +196,47 @@ def test_unknown_type_names_tensor_and_number(tmp_path):
 
 def test_helper_permutes_as_documented():
     assert tiny_gguf.permuted(np.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+# -- every byte of the data belongs to one tensor ------------------------------------------------
+
+
+def two_tensors(tmp_path, offset, *, tail=b"", shape=(32,)):
+    """A file of two float32 tensors; the second one begins at `offset`."""
+    head = raw_header(tensors=(raw_tensor("a", shape), raw_tensor("b", offset=offset)))
+    return write(tmp_path / "a.gguf", head + bytes(-len(head) % 32) + b"\1" * 256 + tail)
+
+
+def test_tensors_one_after_the_other(tmp_path):
+    assert set(read_header(two_tensors(tmp_path, 128)).tensors) == {"a", "b"}
+    assert set(read_header(two_tensors(tmp_path, 128, shape=(25,))).tensors) == {"a", "b"}
+    assert read_header(two_tensors(tmp_path, 128, tail=bytes(100))).tensors  # zeros are padding
+
+
+def test_a_tensor_with_too_few_bytes_in_the_table(tmp_path):
+    with pytest.raises(HeaderError, match=r"(?s)`a` and `b` leave a gap.*type `F32` or shape"):
+        read_header(two_tensors(tmp_path, 128, shape=(24,)))
+    with pytest.raises(HeaderError, match="`32` bytes behind the last tensor `b` belong to none"):
+        read_header(two_tensors(tmp_path, 128, tail=bytes(31) + b"x"))
+
+
+@pytest.mark.parametrize("offset", [0, 96])
+def test_tensors_that_overlap(tmp_path, offset):
+    with pytest.raises(HeaderError, match="tensors `a` and `b` overlap"):
+        read_header(two_tensors(tmp_path, offset))
+
+
+@pytest.mark.parametrize("type_name", ["F16", "Q4_0", "Q8_0"])
+def test_a_type_of_fewer_bits_than_the_tensor_has(tmp_path, type_name):
+    file = tmp_path / "a.gguf"
+    write_tiny_gguf(file)  # float32
+    content = bytearray(file.read_bytes())
+    for tensor in gguf.GGUFReader(file).tensors:
+        if tensor.name in ("token_embd.weight", "blk.1.ffn_down.weight", "output.weight"):
+            info = text(tensor.name) + struct.pack("<IQQ", 2, *map(int, tensor.shape))
+            at = content.index(info) + len(info)
+            changed = content.copy()
+            kind = gguf.GGMLQuantizationType[type_name]
+            changed[at : at + 4] = struct.pack("<I", int(kind))
+            with pytest.raises(HeaderError, match=re.escape(tensor.name)):
+                read_header(write(tmp_path / "b.gguf", bytes(changed)))

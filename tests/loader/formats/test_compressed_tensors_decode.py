@@ -10,6 +10,7 @@ import tiny_checkpoints as tiny
 import torch
 from converting import opened
 from faults import silent_faults
+from safetensors.torch import save_file
 
 from quantload.errors import FormatMismatch, MissingTensor, NonFiniteWeight, UnsupportedVariant
 from quantload.loader.formats.compressed_tensors_presets import NAMED_SCHEMES
@@ -146,6 +147,24 @@ def test_both_layouts_in_as_many_words(tmp_path):
         UnsupportedVariant, match="20 columns of 3 bits take 2 words in both layouts"
     ):
         source.read_weight(MODULE)
+
+
+def test_both_layouts_in_one_checkpoint(tmp_path):
+    """64 columns of 3 bits take 6 words, 7 in the old layout: one that lost its last has 6, too."""
+    weights = {"num_bits": 3, "strategy": "channel"}
+    leaves = {"weight_scale": torch.ones(4, 1), "weight_shape": torch.tensor([4, 64])}
+    old = packed(np.zeros((4, 64), int), 3, padded=True)
+    folder = write(tmp_path, "pack-quantized", weights, leaves, version=None)
+    for other in (old, old[:, :-1].contiguous()):
+        named = {f"{MODULE}.{leaf}": tensor for leaf, tensor in leaves.items()}
+        named |= {f"other.{leaf}": tensor.clone() for leaf, tensor in leaves.items()}
+        named |= {f"{MODULE}.weight_packed": old, "other.weight_packed": other.clone()}
+        save_file(named, folder / "model.safetensors")
+        if other is old:
+            assert opened(folder).is_quantized
+            continue
+        with pytest.raises(FormatMismatch, match=f"`{MODULE}` are packed as before .*`other`"):
+            opened(folder)
 
 
 def test_zero_points_are_packed_like_the_codes(tmp_path):

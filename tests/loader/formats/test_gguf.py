@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_gguf import write_tiny_gguf
 
-from quantload.errors import UnsupportedVariant
+from quantload.errors import NonFiniteWeight, UnsupportedVariant
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
 from quantload.loader.formats import gguf as gguf_format
 from quantload.loader.formats.gguf import GgufReader
@@ -170,15 +170,32 @@ def test_mxfp4_block_written_out_by_hand(tmp_path):
     assert not torch.signbit(zeros).any()  # as GGUF decodes the negative zero of MXFP4
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # of the oracle
 @pytest.mark.parametrize("exponent", [0, 1, 254, 255])
 def test_mxfp4_scales_at_both_ends(tmp_path, exponent):
-    block = bytes([exponent]) + NIBBLES
+    block = bytes([exponent]) + bytes([0x10, 0x91] * 8)  # larger codes are infinite at 255
     decoded = one_row(tmp_path, "MXFP4", block)
     raw = np.frombuffer(block, np.uint8)[None]
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.MXFP4)
     assert isinstance(decoded, QuantTensor) == (exponent < 255)
     assert np.array_equal(bits(values_of(decoded).numpy()), bits(expected))
+
+
+def test_infinite_values_are_refused(tmp_path):
+    with pytest.raises(NonFiniteWeight, match="`a.weight` holds NaN or infinity"):
+        one_row(tmp_path, "MXFP4", bytes([255]) + NIBBLES)
+
+
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scales_that_are_not_finite_are_refused(tmp_path, type_name, value):
+    checkpoint, raw = block_file(tmp_path, type_name)
+    at = 208 if type_name == "Q6_K" else 2 if type_name == "Q4_1" else 0  # d, or m of Q4_1
+    raw = raw.copy()
+    raw[1, at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+    (tmp_path / "blocks").write_bytes(b"head" + raw.tobytes())
+    reader = GgufReader(checkpoint)
+    with pytest.raises(NonFiniteWeight, match="`layer.weight` holds NaN or infinity"):
+        reader.decode(reader.weights()["layer"])
 
 
 def test_offset_form_is_kept(tmp_path):
