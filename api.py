@@ -25,6 +25,7 @@ from quantload.loader.assign import assign
 from quantload.loader.convert import run_plan
 from quantload.loader.formats import open_source
 from quantload.loader.gguf_tokenizer import write_tokenizer
+from quantload.loader.model_dtype import config_dtype
 from quantload.loader.open import open_checkpoint
 from quantload.loader.plan import DTYPE_NAMES, Plan, PlanOptions, make_plan
 from quantload.loader.source import Source
@@ -36,9 +37,6 @@ from quantload.quant.scheme import Scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
     from quantload.layers.surgery import LinearReport
 
@@ -283,7 +281,7 @@ def load_model(  # noqa: PLR0913 - as `load`
     config, folder = source.checkpoint.config, source.checkpoint.folder
     if reason := missing_layers(config, source.checkpoint.tensors):
         raise MissingTensor(f"`{source.checkpoint.name}` is incomplete: {reason}")
-    dtype = dtype or meta_model.config_dtype(config) or source.stored_dtype or torch.float32
+    dtype = dtype or config_dtype(config) or source.stored_dtype or torch.float32
     model = meta_model.build_on_meta(
         config, folder, dtype=dtype, trust_remote_code=trust_remote_code
     )

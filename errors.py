@@ -11,6 +11,7 @@
     |   +-- UnknownFormat          not a format that quantload reads
     |   +-- UnsupportedVariant     a known format, in a variant that quantload does not read
     |   +-- FormatMismatch         config and tensor headers contradict each other
+    |   +-- NotLossless            a weight cannot be written without changing its values
     +-- ConfigError                rules, schemes or options do not fit
     |   +-- UnknownScheme          not the name of a scheme
     |   +-- UnusedRule             a rule that matches no module

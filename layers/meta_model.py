@@ -94,7 +94,7 @@ def build_on_meta(
     except Exception as error:
         raise ModelError(
             f"transformers {transformers.__version__} cannot build `{model_class.__name__}` from "
-            f"the config of `{folder}`: {type(error).__name__}: {error}"
+            f"the config of `{folder}`: {_first_line(error)}"
         ) from error
     _keep_float32(model, dtype)
     _check_buffers(model)
@@ -102,16 +102,6 @@ def build_on_meta(
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     model.train(False)
     return model
-
-
-def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that a config names, looking into its text config too; None if none."""
-    for part in (config, config.get("text_config") or {}):
-        name = part.get("dtype") or part.get("torch_dtype")
-        dtype = getattr(torch, str(name).removeprefix("torch."), None)
-        if isinstance(dtype, torch.dtype):
-            return dtype
-    return None
 
 
 def _config_object(
@@ -148,6 +138,8 @@ def _model_class(
 ) -> type[PreTrainedModel]:
     """Return the class that `architectures` names, else the Auto classes' choice for the config."""
     names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise _unknown_architecture(config, f"architectures `{names}`")
     if trust_remote_code and (remote := _remote_class(config, folder)) is not None:
         return remote
     for name in names:
@@ -174,6 +166,11 @@ def _remote_class(config: Mapping[str, Any], folder: Path) -> type[PreTrainedMod
             )
             return remote
     return None
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without the C++ stack that torch puts below it."""
+    return f"{type(error).__name__}: {error}".partition("\nException raised from ")[0]
 
 
 def _unknown_architecture(config: Mapping[str, Any], found: str) -> ModelError:

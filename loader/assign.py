@@ -121,7 +121,7 @@ def assign(
     for path, module_jobs in todo.items():
         module = model.get_submodule(path)
         for job in module_jobs:
-            value = _read(source, job, module)
+            value = _read(source, job, module, device)
             if not exact and isinstance(value, QuantTensor):
                 value = value.evaluated_in(places.dtype_of(job.target))
             if isinstance(module, Receiver):
@@ -202,7 +202,9 @@ def _by_module(jobs: list[Job]) -> dict[str, list[Job]]:
 # -- reading ----------------------------------------------------------------------------------
 
 
-def _read(source: Source, job: Job, module: nn.Module) -> QuantTensor | Tensor:
+def _read(
+    source: Source, job: Job, module: nn.Module, device: torch.device
+) -> QuantTensor | Tensor:
     if job.weight is None:
         value: QuantTensor | Tensor = source.read_plain(job.name)
     elif job.weight.is_matrix or _is_layer_weight(job.weight, module):
@@ -210,6 +212,7 @@ def _read(source: Source, job: Job, module: nn.Module) -> QuantTensor | Tensor:
     else:
         value = source.read_parameter(job.name)
     if isinstance(value, Tensor):
+        value = value.to(device)
         name = job.name if job.weight is None else job.weight.parameter_name
         refuse_nonfinite(value, name, source.checkpoint.name)
     return value

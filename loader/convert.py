@@ -36,6 +36,7 @@ def run_plan(plan: Plan, folder: Path, progress: Progress) -> Path:
     Raises:
         OutputError: The folder is taken, or cannot be written.
         NonFiniteWeight: A weight to be quantized is not finite.
+        NotLossless: The plan is lossless, and a value would change.
     """
     _check_not_the_source(plan, folder)
     total = sum(row.source_bytes for row in plan.rows)
@@ -47,7 +48,10 @@ def run_plan(plan: Plan, folder: Path, progress: Progress) -> Path:
             progress.advance(row.source_bytes, note=row.module)
         for output in plan.plain:
             tensor = plan.source.read_plain(output.source)
-            writer.write(output.name, _cast(tensor, output.dtype, output.name))
+            cast = _cast(tensor, output.dtype, output.name)
+            if plan.lossless:
+                _refuse_rounding(tensor, cast, output.name)
+            writer.write(output.name, cast)
         progress.finish()
         copy_side_files(plan.source.checkpoint, writer.staging)
         writer.write_json("config.json", plan.config)
@@ -155,6 +159,23 @@ def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
             hint="use bfloat16 or float32" if dtype == torch.float16 else "use float32",
         )
     return cast
+
+
+def _refuse_rounding(tensor: Tensor, cast: Tensor, name: str) -> None:
+    """Refuse a cast that changes values; headers cannot tell, since a wide dtype may hold few bits.
+
+    Raises:
+        NotLossless: It does.
+    """
+    back = cast.to(tensor.dtype)
+    changed = int(((back != tensor) & ~(back.isnan() & tensor.isnan())).sum())
+    if changed:
+        raise NotLossless(
+            f"{changed} of {tensor.numel()} values of `{name}` would change: `{tensor.dtype}` does "
+            f"not fit into `{cast.dtype}`",
+            hint=f"use `--dtype {str(tensor.dtype).removeprefix('torch.')}`, or leave out "
+            "`--lossless`",
+        )
 
 
 def _may_overflow(source: torch.dtype, target: torch.dtype) -> bool:

@@ -105,7 +105,11 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
         tensors={key: tensors[key] for key in sorted(tensors, key=natural_order)},
         quantization_config=quantization_config,
         quantization_config_file=where,
-        warnings=(*dangling, *weights.warnings),
+        warnings=(
+            *dangling,
+            *weights.warnings,
+            *_about_side_files(folder, quantization_config or {}, where),
+        ),
         texts=weights.texts,
     )
 
@@ -166,15 +170,30 @@ def _quantization_config(
         (text_config, "quantization_config"),
         (config, "compression_config"),
     ):
-        if isinstance(holder, Mapping) and holder.get(key):
-            found = holder[key]
-            if not isinstance(found, Mapping):
-                raise CheckpointError(f"`{key}` in `{folder / 'config.json'}` is not an object")
+        found = holder.get(key) if isinstance(holder, Mapping) else None
+        if found is not None and not isinstance(found, Mapping):
+            raise CheckpointError(f"`{key}` in `{folder / 'config.json'}` is not an object")
+        if found:
             return found, "config.json"
     for side_file in QUANTIZATION_SIDE_FILES:
         if (folder / side_file).is_file():
             return read_json(folder / side_file, needed_for="the quantization config"), side_file
     return None, "config.json"
+
+
+def _about_side_files(folder: Path, chosen: Mapping[str, Any], where: str) -> list[str]:
+    """Return a warning for each side file that says something else than the config that counts."""
+    warnings = []
+    for side_file in QUANTIZATION_SIDE_FILES:
+        try:
+            beside = read_json(folder / side_file, needed_for="a comparison")
+        except CheckpointError:  # missing, or damaged: it is not needed
+            continue
+        if differing := [k for k, v in beside.items() if k in chosen and chosen[k] != v]:
+            warnings.append(
+                f"`{side_file}` and `{where}` disagree on {listed(differing)}; `{where}` counts"
+            )
+    return warnings
 
 
 __all__ = ["INDEX", "QUANTIZATION_SIDE_FILES", "natural_order", "open_checkpoint", "read_json"]

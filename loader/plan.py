@@ -69,6 +69,7 @@ class Plan:
         config: config.json that will be written.
         groups: Fused groups, and where they come from.
         groups_origin: "model probe" or "name table".
+        lossless: Refuse a tensor that does not come out with equal values.
         warnings: What the user should know.
     """
 
@@ -79,6 +80,7 @@ class Plan:
     config: Mapping[str, Any]
     groups: tuple[tuple[str, ...], ...]
     groups_origin: str
+    lossless: bool
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -125,7 +127,7 @@ def make_plan(
         schemes,
         kept=[row.module for row in rows if row.scheme is None and _is_linear(row, facts)],
         named=[module for module in schemes if _kind_of(module, facts) != "linear"],
-        tied=facts.tied,
+        facts=facts,
         untied=any(row.module in facts.tied for row in rows),
         dtypes={row.dtype for row in rows},
     )
@@ -150,6 +152,7 @@ def make_plan(
         config=new_config,
         groups=facts.groups,
         groups_origin=facts.origin,
+        lossless=options.lossless,
         warnings=tuple(warnings),
     )
 

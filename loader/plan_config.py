@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from quantload.loader.formats.compressed_tensors_config import build_config, validate_config
 from quantload.loader.model_dtype import config_dtype
 from quantload.loader.source import Source
+from quantload.mappers.facts import ModelFacts
 from quantload.quant.scheme import Scheme
 
 
@@ -19,7 +20,7 @@ def output_config(
     *,
     kept: Iterable[str],
     named: Collection[str],
-    tied: Mapping[str, str],
+    facts: ModelFacts,
     untied: bool,
     dtypes: set[torch.dtype],
 ) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def output_config(
         schemes: Scheme of each quantized module.
         kept: Linear modules in full precision.
         named: Quantized modules that engines find by name only.
-        tied: Modules whose weight is another module's in the source.
+        facts: Names of the modules in the transformers model, and ties of the source.
         untied: True if one of them gets a weight of its own.
         dtypes: dtypes of full-precision weights and scales.
 
@@ -46,9 +47,12 @@ def output_config(
             k: v for k, v in config["text_config"].items() if k != "quantization_config"
         }
     if schemes or cache_scheme:
-        ignored = dict.fromkeys([*kept, *(alias for alias in tied if alias not in schemes)])
+        ignored = [*kept, *(alias for alias in facts.tied if alias not in schemes)]
         config["quantization_config"] = build_config(
-            schemes, ignored, named=named, cache_scheme=cache_scheme
+            _under_all_names(schemes, facts),
+            _under_all_names(dict.fromkeys(ignored), facts),
+            named=_under_all_names(dict.fromkeys(named), facts),
+            cache_scheme=cache_scheme,
         )
         validate_config(config["quantization_config"])
     if untied:
@@ -56,6 +60,21 @@ def output_config(
     if len(dtypes) == 1 and config_dtype(config) not in dtypes:
         _set_dtype(config, str(next(iter(dtypes))).removeprefix("torch."))
     return config
+
+
+_Value = TypeVar("_Value")
+
+
+def _under_all_names(values: Mapping[str, _Value], facts: ModelFacts) -> dict[str, _Value]:
+    """Add what modules are called in the transformers model.
+
+    transformers looks for those names in a config; other readers for those of the files.
+    """
+    named = dict(values)
+    for module, value in values.items():
+        for name in facts.names_of(module):
+            named.setdefault(name, value)
+    return named
 
 
 def _set_untied(config: dict[str, Any]) -> None:

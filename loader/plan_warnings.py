@@ -68,11 +68,12 @@ def about_unfit_widths(rows: tuple[PlanRow, ...]) -> list[str]:
 
 
 def about_requantizing(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
-    """Warn of quantized weights that are quantized to another scheme."""
+    """Warn of quantized weights that are rounded again, to another scheme."""
     again = [
         row
         for row in rows
         if row.scheme is not None
+        and not row.keeps_values
         and row.read_from in source.weights
         and source.weights[row.read_from].is_quantized
     ]
@@ -98,6 +99,6 @@ def about_input_scales(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
     if not dropped:
         return []
     return [
-        f"{len(dropped)} tensors of fixed input scales are left out, since inputs are quantized "
-        f"while the model runs: {listed(dropped)}"
+        f"{len(dropped)} tensors of fixed input scales are left out, since the output "
+        f"quantizes inputs while the model runs, or not at all: {listed(dropped)}"
     ]

@@ -6,7 +6,7 @@ To add a format: one file in this folder with a `Reader`, and one row in `FORMAT
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quantload.errors import FormatMismatch, UnknownFormat, listed
@@ -22,13 +22,13 @@ from quantload.loader.formats.gguf import GgufReader
 from quantload.loader.formats.gguf_in_safetensors import GgufInSafetensorsReader
 from quantload.loader.formats.gptq import GptqReader
 from quantload.loader.formats.hqq import HqqReader
-from quantload.loader.formats.module_leaves import require_input_scales
 from quantload.loader.formats.modelopt import ModelOptReader
+from quantload.loader.formats.module_leaves import require_input_scales
 from quantload.loader.formats.mxfp4 import Mxfp4Reader
 from quantload.loader.formats.quanto import QuantoReader
 from quantload.loader.formats.quark import QuarkReader
 from quantload.loader.formats.torchao import TorchaoReader
-from quantload.loader.source import Reader, Source
+from quantload.loader.source import Reader, Source, SourceWeight
 from quantload.loader.stray_dtypes import warn_of_stray_dtypes
 
 
@@ -119,6 +119,7 @@ def open_source(checkpoint: Checkpoint) -> Source:
     tensors = reader.checkpoint.tensors
     require_input_scales(reader.checkpoint, weights)
     reader.warnings += warn_of_stray_dtypes(tensors, weights)
+    reader.warnings += _about_nothing_quantized(row, reader, weights)
     return Source(
         checkpoint=reader.checkpoint,
         format_name=row.name,
@@ -126,6 +127,18 @@ def open_source(checkpoint: Checkpoint) -> Source:
         weights=weights,
         plain={name: entry for name, entry in tensors.items() if name not in consumed},
     )
+
+
+def _about_nothing_quantized(
+    row: FormatRow, reader: Reader, weights: Mapping[str, SourceWeight]
+) -> list[str]:
+    """Warn of a quantization config beside weights that are all in full precision."""
+    if not row.methods or reader.cache_scheme or any(w.is_quantized for w in weights.values()):
+        return []
+    return [
+        f"the quantization config says `{row.name}`, but no weight is quantized: all are read in "
+        f"full precision, in `{reader.checkpoint.name}`"
+    ]
 
 
 def _detect(checkpoint: Checkpoint) -> FormatRow:

@@ -81,6 +81,8 @@ def about_unused_entries(
 ) -> list[str]:
     """Warn of entries that match no module: names of another model, or misspelled.
 
+    A name that differs in its start only is another spelling, that of the transformers model.
+
     Of an entry for an output head nothing is said where there is none in the files: it is tied.
 
     Args:
@@ -96,11 +98,14 @@ def about_unused_entries(
     modules = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors)
     if not any(_HEAD in module for module in modules):
         candidates = [entry for entry in candidates if _HEAD not in entry]
+    endings = {_ending(module) for module in modules}
     unused, left = [], _MOST_TRIES
     for entry in candidates:
         pattern = entry.partition(": ")[2]
         matches = matcher(pattern)
         if pattern in modules or (matches is not None and left < len(modules)):
+            continue
+        if matches is None and _ending(pattern) in endings:
             continue
         left -= len(modules) if matches is not None else 0
         if matches is None or not any(matches(module) for module in modules):
@@ -111,3 +116,10 @@ def about_unused_entries(
         f"{len(unused)} entries of the quantization config match no module: {listed(unused)}, in "
         f"`{checkpoint.name}`"
     ]
+
+
+def _ending(name: str) -> str:
+    """Return a name from its last number on, with what is numbered; else its last component."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[max(numbers[-1] - 1, 0) :] if numbers else parts[-1:])

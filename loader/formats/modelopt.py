@@ -65,6 +65,7 @@ from quantload.loader.formats.modelopt_experts import (
     expert_leaves,
     read_experts,
 )
+from quantload.loader.formats.modelopt_factors import check_factors
 from quantload.loader.formats.modelopt_inputs import with_input_scales
 from quantload.loader.formats.modelopt_layouts import describe, quantized_part
 from quantload.loader.formats.module_leaves import (
@@ -134,6 +135,7 @@ class ModelOptReader(Reader):
             self.checkpoint, (name for w in found.values() for name in w.leaves.values())
         )
         refuse_unknown_parts(self.checkpoint, found)
+        self.warnings += check_factors(self.checkpoint, found)
         filled, warnings = with_input_scales(self.checkpoint, found)
         self.warnings += warnings
         return filled

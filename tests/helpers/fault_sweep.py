@@ -2,15 +2,18 @@
 
 A result is right if every weight and every plain tensor has the values of the sound checkpoint, and
 if the loaded model holds the same tensors under the same schemes. As a program it sweeps the
-folders that match a glob pattern and prints a table: `fault_sweep.py 'gptqmodel-*/*' [PART/PARTS]`.
+folders that match a glob pattern and prints a table; see --help.
 """
+
+# ruff: noqa: T201
 
 from __future__ import annotations
 
+import argparse
+import copy
 import logging
 import re
 import shutil
-import sys
 import tempfile
 import traceback
 import warnings
@@ -29,7 +32,7 @@ from truth import CHECKPOINTS
 
 import quantload
 from quantload.errors import QuantloadError
-from quantload.layers import siblings
+from quantload.layers import meta_model, siblings
 from quantload.layers.linear import QuantLinear, StaticInput
 from quantload.layers.stack import StackView
 from quantload.loader.formats import open_source
@@ -72,12 +75,13 @@ def sweepable(pattern: str = "*/*") -> list[Path]:
     return found
 
 
-def sweep(place: Path, *, names: str = "") -> Sweep:
+def sweep(place: Path, *, names: str = "", step: int = 1) -> Sweep:
     """Damage the tensors of one layer, and those outside of layers, one at a time.
 
     Args:
         place: A folder or a GGUF file.
         names: Regular expression, searched in names, of the tensors to damage.
+        step: Every so many faults one is tried.
     """
     folder = place if place.is_dir() else place.parent
     result = Sweep("/".join(folder.parts[-2:]))
@@ -90,14 +94,14 @@ def sweep(place: Path, *, names: str = "") -> Sweep:
     result.loads = sound.model is not None
     scratch = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=scratch) as temporary:
-        for description, copy in _faults(place, Path(temporary), names):
-            outcome, detail = _outcome(copy, sound, description)
+        for description, damaged in _faults(place, Path(temporary), names, step):
+            outcome, detail = _outcome(damaged, sound, description)
             if outcome == "wrong" and _is_hidden(description, sound):
                 outcome = "hidden"
             result.counts[outcome] += 1
             if outcome in ("wrong", "crash", "hidden", "told", "right"):
                 result.found[outcome].append(f"{description}: {detail}")
-            shutil.rmtree(copy if copy.is_dir() else copy.parent)
+            shutil.rmtree(damaged if damaged.is_dir() else damaged.parent)
     return result
 
 
@@ -105,22 +109,24 @@ def _is_hidden(description: str, sound: _Seen) -> bool:
     """True for other values under the same header, which no reader can know to be wrong.
 
     GGUF has no word for tied embeddings: without an output matrix they are. NaN written into packed
-    codes that are stored as floats are other codes.
+    codes that are stored as floats are other codes. Factors of inputs may be folded into what comes
+    before, layer by layer; one model layer has no like to be compared with.
     """
     kind, name = description.split()[:2]
     is_tied = description == "delete output.weight"
+    is_tied |= kind == "delete" and name.endswith(".pre_quant_scale")
     return kind in HIDDEN or is_tied or (kind == "nan" and name in sound.codes)
 
 
-def _faults(place: Path, temporary: Path, names: str) -> Iterator[tuple[str, Path]]:
+def _faults(place: Path, temporary: Path, names: str, step: int) -> Iterator[tuple[str, Path]]:
     def choose(found: Collection[str]) -> set[str]:
         return {name for name in chosen(found) if re.search(names, name)}
 
     if place.is_file():
-        yield from gguf_mutations(place, temporary, choose)
+        yield from gguf_mutations(place, temporary, choose, step=step)
         return
     found = open_checkpoint(place).tensors
-    yield from mutations(place, temporary, only=choose(found), hidden=True)
+    yield from mutations(place, temporary, only=choose(found), hidden=True, step=step)
 
 
 def chosen(names: Collection[str]) -> set[str]:
@@ -178,7 +184,7 @@ def _outcome(place: Path, sound: _Seen, description: str) -> tuple[str, str]:
         seen = _observe(place, load=sound.model is not None, staged=True)
     except _Refused as error:
         return error.stage, ""
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a crash is what is looked for
         return "crash", f"{type(error).__name__}: {error}"
     if description.startswith("widen"):
         wrong = _differences(seen, sound, same=_nearly)
@@ -236,7 +242,7 @@ def _weights(source: Source) -> dict[str, Tensor]:
 
 def _model(source: Source, *, staged: bool) -> dict[str, Any] | None:
     try:
-        with _probed_once():
+        with _built_once():
             model = quantload.load(source, device="cpu", dtype=torch.float32)
     except QuantloadError:
         if staged:
@@ -328,23 +334,30 @@ class _Told(logging.Handler):
 
 
 @contextmanager
-def _probed_once() -> Iterator[None]:
-    """Probe the model of each config once: that takes half of the time of loading a tiny one."""
-    find = siblings.find_siblings
+def _built_once() -> Iterator[None]:
+    """Build and probe the model of each config once: most of the time of loading a tiny one."""
+    build, find = meta_model.build_on_meta, siblings.find_siblings
 
-    def remembered(model: Any) -> Any:
+    def built(config: Any, folder: Path, **options: Any) -> Any:
+        key = f"{config} {options}"
+        if key not in _BUILT:
+            _BUILT[key] = build(config, folder, **options)
+        return copy.deepcopy(_BUILT[key])
+
+    def found(model: Any) -> Any:
         key = f"{type(model)} {model.config}"
         if key not in _PROBED:
             _PROBED[key] = find(model)
         return _PROBED[key]
 
-    siblings.find_siblings = remembered
+    meta_model.build_on_meta, siblings.find_siblings = built, found
     try:
         yield
     finally:
-        siblings.find_siblings = find
+        meta_model.build_on_meta, siblings.find_siblings = build, find
 
 
+_BUILT: dict[str, Any] = {}
 _PROBED: dict[str, Any] = {}
 
 
@@ -370,19 +383,17 @@ def table(sweeps: list[Sweep]) -> str:
     return "\n".join(lines)
 
 
-def _part() -> tuple[int, int]:
-    if len(sys.argv) < 3:
-        return 0, 1
-    one, of = sys.argv[2].split("/")
-    return int(one), int(of)
-
-
 def main() -> None:
     """Sweep the folders that match the pattern of the command line."""
-    place, parts = _part()
+    parser = argparse.ArgumentParser(description="Sweep faults over real checkpoints.")
+    parser.add_argument("pattern", nargs="?", default="*/*", help="such as 'hqq-*/*'")
+    parser.add_argument("--part", default="0/1", help="this one of so many runs, from 0")
+    parser.add_argument("--step", type=int, default=1, help="every so many faults one is tried")
+    options = parser.parse_args()
+    first, parts = map(int, options.part.split("/"))
     done = []
-    for each in sweepable(sys.argv[1] if len(sys.argv) > 1 else "*/*")[place::parts]:
-        done.append(result := sweep(each))
+    for each in sweepable(options.pattern)[first::parts]:
+        done.append(result := sweep(each, step=options.step))
         print(f"{result.name}: {dict(result.counts)} {result.skipped}", flush=True)
         if not result.loads:
             print("    does not load as a model")

@@ -8,7 +8,6 @@ transposed.
 import json
 import shutil
 from collections.abc import Callable, Container, Iterator
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -40,7 +39,12 @@ _RETYPED = {
 
 
 def mutations(
-    folder: Path, tmp_path: Path, *, only: Container[str] | None = None, hidden: bool = False
+    folder: Path,
+    tmp_path: Path,
+    *,
+    only: Container[str] | None = None,
+    hidden: bool = False,
+    step: int = 1,
 ) -> Iterator[tuple[str, Path]]:
     """Yield ("KIND TENSOR ...", a copy of the folder with that fault), for each tensor in turn.
 
@@ -54,25 +58,24 @@ def mutations(
         only: Names of the tensors to damage; None is all.
         hidden: Also what no header shows: swap (bytes of one 16-bit float read as the other), turn
             (a square matrix transposed), and widen (the same values in a wider float dtype).
+        step: Every so many faults one is put in.
     """
     file = _weights_of(folder)
     metadata, tensors = _read(file)
-    number = 0
-    for name, tensor in tensors.items():
-        if only is not None and name not in only:
+    chosen = [(n, t) for n, t in tensors.items() if only is None or n in only]
+    faults = (fault for n, t in chosen for fault in _faults(n, t, hidden=hidden))
+    for number, (description, change) in enumerate(faults):
+        if number % step:
             continue
-        more = _hidden(name, tensor) if hidden else ()
-        for description, change in chain(_changes(name, tensor), more):
-            copy = _copy_around(folder, file, tmp_path / f"fault-{number:05d}")
-            number += 1
+        copy = _copy_around(folder, file, tmp_path / f"fault-{number:05d}")
+        if change is None:
+            end = _middle_of(file, description.split()[1])
+            (copy / file.name).write_bytes(file.read_bytes()[:end])
+        else:
             changed = dict(tensors)
             change(changed)
             _write(copy / file.name, changed, metadata)
-            yield description, copy
-        copy = _copy_around(folder, file, tmp_path / f"fault-{number:05d}")
-        number += 1
-        (copy / file.name).write_bytes(file.read_bytes()[: _middle_of(file, name)])
-        yield f"cut {name}", copy
+        yield description, copy
 
 
 def silent_faults(
@@ -163,6 +166,13 @@ def _middle_of(file: Path, name: str) -> int:
 
 
 Change = Callable[[dict[str, Tensor]], object]
+
+
+def _faults(name: str, tensor: Tensor, *, hidden: bool) -> Iterator[tuple[str, Change | None]]:
+    yield from _changes(name, tensor)
+    if hidden:
+        yield from _hidden(name, tensor)
+    yield f"cut {name}", None
 
 
 def _changes(name: str, tensor: Tensor) -> Iterator[tuple[str, Change]]:

@@ -30,7 +30,11 @@ class _Tensor:
 
 
 def gguf_mutations(
-    file: Path, tmp_path: Path, choose: Callable[[Collection[str]], Container[str]]
+    file: Path,
+    tmp_path: Path,
+    choose: Callable[[Collection[str]], Container[str]],
+    *,
+    step: int = 1,
 ) -> Iterator[tuple[str, Path]]:
     """Yield ("KIND TENSOR ...", a file with that fault), for each tensor in turn.
 
@@ -40,26 +44,29 @@ def gguf_mutations(
         file: A GGUF file; it stays as it is.
         tmp_path: Gets a folder per fault.
         choose: Names of the tensors to damage, of all names.
+        step: Every so many faults one is put in.
     """
     head, tensors = _read(file)
-    names = choose([tensor.name for tensor in tensors])
-    number = 0
-    for index, tensor in enumerate(tensors):
-        if tensor.name not in names:
-            continue
-        before, after = tensors[:index], tensors[index + 1 :]
-        for description, parts in _changes(tensor):
+    for number, (description, changed, cut) in enumerate(_faults(tensors, choose)):
+        if number % step == 0:
             copy = tmp_path / f"fault-{number:05d}" / file.name
             copy.parent.mkdir()
-            number += 1
-            copy.write_bytes(_file(head, [*before, *parts, *after]))
+            whole = _file(head, changed)
+            copy.write_bytes(whole[: len(whole) - cut])
             yield description, copy
-        copy = tmp_path / f"fault-{number:05d}" / file.name
-        copy.parent.mkdir()
-        number += 1
-        whole = _file(head, [*before, *after, tensor])
-        copy.write_bytes(whole[: -len(tensor.data) // 2])
-        yield f"cut {tensor.name}", copy
+
+
+def _faults(
+    tensors: list[_Tensor], choose: Callable[[Collection[str]], Container[str]]
+) -> Iterator[tuple[str, list[_Tensor], int]]:
+    """Yield (description, tensors, bytes that the file lacks at its end)."""
+    names = choose([tensor.name for tensor in tensors])
+    for index, tensor in enumerate(tensors):
+        if tensor.name in names:
+            before, after = tensors[:index], tensors[index + 1 :]
+            for description, parts in _changes(tensor):
+                yield description, [*before, *parts, *after], 0
+            yield f"cut {tensor.name}", [*before, *after, tensor], len(tensor.data) // 2 + 32
 
 
 def _read(file: Path) -> tuple[bytes, list[_Tensor]]:
@@ -109,18 +116,23 @@ def _changes(tensor: _Tensor) -> Iterator[tuple[str, list[_Tensor]]]:
             [replace(tensor, kind=gguf.GGMLQuantizationType[twin])],
         )
     yield from ((f"{what} {name}", [changed]) for what, changed in _shapes(tensor))
-    if kind.name in _PLAIN:
-        values = np.frombuffer(tensor.data, _PLAIN[kind.name]).copy()
+    yield from ((f"nan {name} {what}", [changed]) for what, changed in _not_finite(tensor))
+
+
+def _not_finite(tensor: _Tensor) -> Iterator[tuple[str, _Tensor]]:
+    kind = tensor.kind.name
+    if kind in _PLAIN:
+        values = np.frombuffer(tensor.data, _PLAIN[kind]).copy()
         for value in (np.nan, np.inf):
             values[0] = value
-            yield f"nan {name} or rather {value}", [replace(tensor, data=values.tobytes())]
-    elif kind.name == "BF16":
-        yield f"nan {name}", [replace(tensor, data=b"\xc0\x7f" + tensor.data[2:])]
-    elif kind.name != "IQ1_M":
-        at = _SCALE_AT.get(kind.name, 0)
+            yield f"or rather {value}", replace(tensor, data=values.tobytes())
+    elif kind == "BF16":
+        yield "first", replace(tensor, data=b"\xc0\x7f" + tensor.data[2:])
+    elif kind != "IQ1_M":
+        at = _SCALE_AT.get(kind, 0)
         for bits in (_NAN16, b"\x00\x7c"):
             data = tensor.data[:at] + bits + tensor.data[at + 2 :]
-            yield f"nan {name} in a scale", [replace(tensor, data=data)]
+            yield "in a scale", replace(tensor, data=data)
 
 
 def _shapes(tensor: _Tensor) -> Iterator[tuple[str, _Tensor]]:

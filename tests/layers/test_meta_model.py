@@ -10,7 +10,7 @@ import torch
 from fake_source import NOWHERE, tiny_config, tiny_model
 
 from quantload.errors import ModelError
-from quantload.layers.meta_model import build_on_meta, config_dtype, tied_names
+from quantload.layers.meta_model import build_on_meta, tied_names
 
 
 def test_parameters_are_on_meta_and_buffers_computed() -> None:
@@ -56,6 +56,19 @@ def test_architecture_of_another_library_falls_back_to_the_config_class() -> Non
     assert type(model).__name__ == "LlamaForCausalLM"
 
 
+def test_architectures_that_are_no_list() -> None:
+    config = tiny_config("llama") | {"architectures": 5}
+    with pytest.raises(ModelError, match="does not know architectures `5`"):
+        build_on_meta(config, NOWHERE, dtype=torch.float32)
+
+
+def test_an_error_of_torch_comes_without_its_stack() -> None:
+    config = tiny_config("llama") | {"vocab_size": 10**30}
+    with pytest.raises(ModelError, match="cannot build") as caught:
+        build_on_meta(config, NOWHERE, dtype=torch.float32)
+    assert "frame #" not in str(caught.value)
+
+
 def test_broken_config_is_named() -> None:
     config = tiny_config("llama") | {"hidden_size": "large"}
     with pytest.raises(ModelError, match="hidden_size"):
@@ -78,17 +91,3 @@ def test_infinite_numbers_in_a_config() -> None:
     config = tiny_config("llama") | {"rms_norm_eps": {"__float__": "Infinity"}}
     model = build_on_meta(config, NOWHERE, dtype=torch.float32)
     assert model.config.rms_norm_eps == float("inf")
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"dtype": "bfloat16"}, torch.bfloat16),
-        ({"torch_dtype": "float16"}, torch.float16),
-        ({"text_config": {"dtype": "bfloat16"}}, torch.bfloat16),
-        ({}, None),
-        ({"dtype": "nonsense"}, None),
-    ],
-)
-def test_config_dtype(config: dict[str, object], expected: torch.dtype | None) -> None:
-    assert config_dtype(config) == expected

@@ -40,7 +40,7 @@ def _inputs(case):
 
 
 def _names(case):
-    return [f"{case}/{folder.name}" for folder in _inputs(case)]
+    return [folder.relative_to(CASES).as_posix() for folder in _inputs(case)]
 
 
 def test_every_case_is_listed():

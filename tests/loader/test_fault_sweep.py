@@ -1,7 +1,7 @@
 """Each fault in each tensor of the tools' own files is refused, told, or changes nothing.
 
-A few tensors of a dozen files are damaged in every run, all of them in slow ones. What no reader
-can see is counted, not hidden: see `HIDDEN` of the helper.
+One fault in 29 is tried in the smallest file of each tool in every run, all faults in all files in
+slow ones. What no reader can see is counted: see `HIDDEN` of the helper.
 """
 
 import pytest
@@ -10,8 +10,7 @@ from truth import CHECKPOINTS
 
 pytestmark = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no shared checkpoints")
 
-# The smallest file of each tool
-FEW = "down_proj|ffn_down|model.norm|output_norm"
+STEP = 97  # a prime, so that all kinds of faults come up
 TOOLS = sorted(f.name for f in CHECKPOINTS.iterdir() if f.is_dir()) if CHECKPOINTS.is_dir() else []
 
 
@@ -23,10 +22,10 @@ def check(found):
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_few_faults(tool):
     for place in sorted(sweepable(f"{tool}/*"), key=_size):
-        found = sweep(place, names=FEW)
+        found = sweep(place, step=STEP)
         if not found.skipped:
             check(found)
-            assert sum(found.counts.values()) > 25
+            assert sum(found.counts.values()) >= 2
             return
     pytest.skip("nothing that is read")
 
@@ -34,7 +33,7 @@ def test_a_few_faults(tool):
 @pytest.mark.slow
 def test_all_faults():
     found = [sweep(place) for place in sweepable()]
-    print(table(found))
+    print(table(found))  # noqa: T201
     for each in found:
         check(each)
     assert sum(sum(each.counts.values()) for each in found) > 50_000
@@ -42,7 +41,7 @@ def test_all_faults():
 
 def test_what_cannot_be_seen_is_of_these_kinds():
     place = sweepable("llmcompressor-*/nano-llama-W4A16")[0]
-    found = sweep(place, names="o_proj|norm")
+    found = sweep(place, names="o_proj|model.norm", step=2)
     assert found.counts["hidden"] > 0
     assert {line.split()[0] for line in found.found["hidden"]} <= set(HIDDEN)
 

@@ -211,6 +211,30 @@ def test_quantization_config_in_a_side_file(tmp_path, made):
     assert checkpoint.quantization_config_file == "quantize_config.json"
 
 
+@pytest.mark.parametrize("value", [[], 0, "", [{"quant_method": "gptq"}]])
+def test_a_quantization_config_that_is_no_object(tmp_path, made, value):
+    folder = tiny.write(tmp_path / "m", {**CONFIG, "quantization_config": value}, made)
+    with pytest.raises(CheckpointError, match="`quantization_config` in .* is not an object"):
+        open_checkpoint(folder)
+
+
+def test_a_side_file_that_disagrees_is_told(tmp_path, made):
+    found = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}
+    folder = tiny.write(tmp_path / "m", {**CONFIG, "quantization_config": found}, made)
+    beside = folder / "quantize_config.json"
+    beside.write_text(json.dumps({"bits": 4, "group_size": 32, "damp_percent": 0.01}))
+    assert open_checkpoint(folder).warnings == ()
+    beside.write_text(json.dumps({"bits": 4, "group_size": 64, "checkpoint_format": "gptq"}))
+    opened = open_checkpoint(folder)
+    assert opened.quantization_config == found
+    assert opened.warnings == (
+        "`quantize_config.json` and `config.json` disagree on `checkpoint_format`, `group_size`; "
+        "`config.json` counts",
+    )
+    beside.write_text("{")  # nobody needs it
+    assert open_checkpoint(folder).warnings == ()
+
+
 def test_natural_order():
     names = ["a.10.b", "a.9.b", "a.09.c", "a.x.b", "b", "a.2"]
     assert sorted(names, key=natural_order) == ["a.2", "a.9.b", "a.09.c", "a.10.b", "a.x.b", "b"]

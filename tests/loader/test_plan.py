@@ -1,6 +1,7 @@
 """Plans: what becomes of each module and why, from headers alone."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny_checkpoints as tiny
@@ -10,6 +11,9 @@ from safetensors.torch import load_file
 
 from quantload.errors import ConfigError, RuleSplitsStack, UnusedRule
 from quantload.loader.checkpoint import Checkpoint
+from quantload.loader.plan import make_plan
+from quantload.mappers.facts import facts_from_names
+from quantload.quant.rules import QuantConfig
 from quantload.quant.scheme import parse_scheme
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -252,6 +256,24 @@ def test_dimensions_that_no_scheme_reaches_are_rows(tmp_path):
     assert plan.config["quantization_config"]["ignore"] == []
 
 
+def test_the_config_also_has_the_names_of_the_model(tmp_path):
+    made = {k.removeprefix("model."): v for k, v in tiny.tensors(tiny.config(layers=1)).items()}
+    source = opened(tiny.write(tmp_path, tiny.config(layers=1), made))
+    modules = [name for name in source.weights if name != "lm_head"]
+    facts = replace(
+        facts_from_names(source.weights, tied_head=False),
+        aliases={name: (f"model.{name}",) for name in modules},
+    )
+    config = QuantConfig.from_options("W4A16:g32", [f"{DOWN.removeprefix('model.')}=keep"])
+    made = make_plan(source, config, facts).config["quantization_config"]
+    assert made["ignore"] == ["lm_head", DOWN.removeprefix("model."), DOWN]
+    config = QuantConfig.from_options("W4A16:g32", ["layers.0.mlp.=W8A16:g32"])
+    groups = make_plan(source, config, facts).config["quantization_config"]["config_groups"]
+    targets = [target for group in groups.values() for target in group["targets"]]
+    assert {Q, Q.removeprefix("model."), DOWN, DOWN.removeprefix("model.")} <= set(targets)
+    assert len(targets) == len(set(targets)) == 14
+
+
 def test_quantizing_again_is_a_warning(folder, tmp_path):
     quantized = converted(folder, tmp_path / "q", "W8A16:g32")
     plan = plan_of(quantized, "W4A16:g32")
@@ -270,8 +292,8 @@ def test_input_scales_are_left_out_with_a_warning(folder, tmp_path):
     tiny.save_file(tensors, quantized / "model.safetensors")
     plan = plan_of(quantized, "dense")
     assert plan.warnings == (
-        "1 tensors of fixed input scales are left out, since inputs are quantized while the model "
-        f"runs: `{Q}.input_scale`",
+        "1 tensors of fixed input scales are left out, since the output quantizes inputs "
+        f"while the model runs, or not at all: `{Q}.input_scale`",
     )
 
 

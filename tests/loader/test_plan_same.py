@@ -6,6 +6,7 @@ import pytest
 import tiny_checkpoints as tiny
 import torch
 from converting import converted, opened, plan_of
+from safetensors.torch import load_file
 from truth import CHECKPOINTS
 
 from quantload.accuracy.verify import verify_sources
@@ -126,10 +127,27 @@ def test_full_precision_stays_the_same(tmp_path):
         plan_of(folder, "same", lossless=True, dtype=torch.float16)
 
 
+@pytest.mark.parametrize(("shift", "is_held"), [(0.0, True), (0.0001, False)])
+def test_lossless_looks_at_what_is_no_matrix(tmp_path, shift, is_held):
+    folder = tiny.llama(tmp_path / "model", dtype=torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float() + shift
+    tiny.save_file(tensors, folder / "model.safetensors")
+    plan = plan_of(folder, "same", lossless=True, dtype=torch.bfloat16)
+    if is_held:
+        run_plan(plan, tmp_path / "out", Silent())
+        return
+    with pytest.raises(NotLossless, match=r"values of `model\.norm\.weight` would change") as caught:
+        run_plan(plan, tmp_path / "out", Silent())
+    assert "--dtype float32" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_weight_in_the_wanted_scheme_is_copied(tmp_path):
     folder = tiny.llama(tmp_path / "model")
     first = converted(folder, tmp_path / "first", "W4A16:g32")
     again = plan_of(first, "W4A16:g32", lossless=True)
+    assert again.warnings == ()  # nothing is quantized again
     second = run_plan(again, tmp_path / "second", Silent())
     for name in ("model.safetensors", "config.json"):
         assert (first / name).read_bytes() == (second / name).read_bytes()

@@ -181,7 +181,7 @@ def test_mxfp4_scales_at_both_ends(tmp_path, exponent):
 
 
 def test_infinite_values_are_refused(tmp_path):
-    with pytest.raises(NonFiniteWeight, match="`a.weight` holds NaN or infinity"):
+    with pytest.raises(NonFiniteWeight, match="weight` holds NaN or infinity"):
         one_row(tmp_path, "MXFP4", bytes([255]) + NIBBLES)
 
 
@@ -194,7 +194,7 @@ def test_scales_that_are_not_finite_are_refused(tmp_path, type_name, value):
     raw[1, at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
     (tmp_path / "blocks").write_bytes(b"head" + raw.tobytes())
     reader = GgufReader(checkpoint)
-    with pytest.raises(NonFiniteWeight, match="`layer.weight` holds NaN or infinity"):
+    with pytest.raises(NonFiniteWeight, match="weight` holds NaN or infinity"):
         reader.decode(reader.weights()["layer"])
 
 
