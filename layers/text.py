@@ -23,7 +23,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever transformers stumbles over
         raise ModelError(
-            f"no tokenizer that transformers can read in `{folder}`: {type(error).__name__}: {error}",
+            f"no tokenizer that transformers can read in `{folder}`: "
+            f"{type(error).__name__}: {error}",
             hint="copy tokenizer.json and tokenizer_config.json beside the weights",
         ) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase), "AutoTokenizer gives a tokenizer"

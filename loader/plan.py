@@ -28,6 +28,7 @@ from quantload.loader.plan_warnings import (
     about_kept,
     about_partial_blocks,
     about_requantizing,
+    about_transformers,
     about_unfit_widths,
     about_unlike_members,
 )
@@ -140,7 +141,7 @@ def make_plan(
         warnings.append(f"no module is quantized to {config.default}; the plan says why")
     warnings += [*about_input_scales(source, rows), *about_partial_blocks(rows)]
     warnings += about_unfit_widths(rows)
-    warnings += about_unlike_members(rows, facts.groups)
+    warnings += [*about_unlike_members(rows, facts.groups), *about_transformers(rows, facts)]
     return Plan(
         source=source,
         rows=rows,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from quantload.errors import listed
+from quantload.loader.formats.compressed_tensors_arguments import PACKED, written_format
 from quantload.loader.plan_row import PlanRow
 from quantload.loader.source import Source
+from quantload.mappers.facts import ModelFacts
 from quantload.quant.rules import QuantConfig
+from quantload.quant.scheme import Scheme
 
 UNFIT = "kept: no group size"  # how the reason of such a row begins
 
@@ -102,3 +105,32 @@ def about_input_scales(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
         f"{len(dropped)} tensors of fixed input scales are left out, since the output "
         f"quantizes inputs while the model runs, or not at all: {listed(dropped)}"
     ]
+
+
+def about_transformers(rows: tuple[PlanRow, ...], facts: ModelFacts) -> list[str]:
+    """Warn of what transformers 5.24 does not load, or loads with other values."""
+    written = [(row.module, row.scheme) for row in rows if row.scheme is not None]
+    packed = [
+        module
+        for module, scheme in written
+        if facts.kinds.get(module) == "embedding" and written_format(scheme) == PACKED
+    ]
+    experts = [
+        module for module, scheme in written if ".experts." in module and _has_global_scale(scheme)
+    ]
+    warnings = []
+    if packed:
+        warnings.append(
+            f"{len(packed)} embeddings are packed, which transformers loads only with "
+            f"`CompressedTensorsConfig(dequantize=True)`: {listed(packed)}"
+        )
+    if experts:
+        warnings.append(
+            f"{len(experts)} experts are NVFP4, of which transformers 5.24 ignores the global "
+            f"scales: it computes wrong values: {listed(experts)}"
+        )
+    return warnings
+
+
+def _has_global_scale(scheme: Scheme) -> bool:
+    return scheme.weight is not None and scheme.weight.scale == "e4m3"

@@ -81,7 +81,8 @@ def about_unused_entries(
 ) -> list[str]:
     """Warn of entries that match no module: names of another model, or misspelled.
 
-    A name that differs in its start only is another spelling, that of the transformers model.
+    A name may stand beside another that differs in its start only and does match: configs list
+    modules under the names of the files, and under those of the transformers model.
 
     Of an entry for an output head nothing is said where there is none in the files: it is tied.
 
@@ -92,13 +93,15 @@ def about_unused_entries(
         matcher: Takes a pattern, and returns the test whether it matches a module; None for a whole
             name. So many patterns are tried that it takes no noticeable time.
     """
-    candidates = [entry for entry in dict.fromkeys(entries) if not counts.get(entry)]
+    every = list(dict.fromkeys(entries))
+    candidates = [entry for entry in every if not counts.get(entry)]
     if not candidates:
         return []
     modules = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors)
     if not any(_HEAD in module for module in modules):
         candidates = [entry for entry in candidates if _HEAD not in entry]
-    endings = {_ending(module) for module in modules}
+    patterns = (entry.partition(": ")[2] for entry in every)
+    endings = {_ending(pattern) for pattern in patterns if pattern in modules}
     unused, left = [], _MOST_TRIES
     for entry in candidates:
         pattern = entry.partition(": ")[2]

@@ -49,6 +49,7 @@ _COMPRESSED = ("llm_compressor",)
 _E5M3 = "llm_compressor_nvfp4_e5m3"
 _FULL_PRECISION_BITS = 16
 _NAME = re.compile(r"[\w\-.]+")
+_INTEGERS = re.compile(r"(?:(?:opt_)?rtn_)?int(?:_sym|_asym|_sym_gptq)?")  # all stored alike
 # Values that a layer may have of its own, for packings of integers.
 _INT_VALUES = ("bits", "group_size", "sym")
 
@@ -72,6 +73,7 @@ def open_auto_round(checkpoint: Checkpoint) -> Reader:
         return CompressedTensorsReader(_with(checkpoint, _compressed_config(config, name)))
     if packing in _FP8 or is_float:
         return _open_fp8(checkpoint, config)
+    _refuse_other_integers(config, name)
     _refuse_quantized_inputs(config, packing, name)
     if packing in _AWQ:
         return AwqReader(_with(checkpoint, _awq_config(config, name)))
@@ -104,6 +106,16 @@ def _refuse_unread(config: Config, checkpoint_name: str) -> None:
                 f"AutoRound checkpoints with `{key}` are not read, {WHERE} `{checkpoint_name}`",
                 hint="export the model again without it",
             )
+
+
+def _refuse_other_integers(config: Config, checkpoint_name: str) -> None:
+    data_type = config.get("data_type", "int")
+    if not _INTEGERS.fullmatch(str(data_type)):
+        raise UnsupportedVariant(
+            f"AutoRound data type `{data_type}` is not read, expected `int`, {WHERE} "
+            f"`{checkpoint_name}`",
+            hint="export the model again in format `llm_compressor`",
+        )
 
 
 def _refuse_quantized_inputs(config: Config, packing: str, checkpoint_name: str) -> None:
@@ -169,6 +181,7 @@ def _gptq_config(config: Config, packing: str, checkpoint_name: str) -> dict[str
         "quant_method": "gptq",
         **{key: config.get(key) for key in _INT_VALUES},
         "checkpoint_format": "gptq" if packing in _V1 else "gptq_v2",
+        "provider": "auto-round",
         "dynamic": _dynamic_rules(config, checkpoint_name),
     }
 

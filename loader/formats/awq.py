@@ -73,7 +73,7 @@ _KINDS: dict[str, AwqKind | None] = {
     "llm-awq": None,
     "llm_awq": None,
 }
-_BITS = (2, 3, 4, 5, 6, 8)
+_BITS = (2, 3, 4, 5, 6, 7, 8)
 _BLOCK = re.compile(r"\.\d+\.")  # of a decoder block: model.layers.3.
 _INNER = "input_divisors"  # leaf under which a weight consumes the scales of an activation
 

@@ -19,7 +19,8 @@ all
 
 gemm, gemv: w = (u - z) * scale, one subtraction of integers and one product rounded to the dtype of
 the scales. Nothing is added to stored zero points. Without zero points z = 2^(b - 1).
-gemv_fast: w = u * scale + qzeros, rounded once to float16, as its kernel's fused multiply-add does.
+gemv_fast: w = u * scale + qzeros, rounded once to float16 (bfloat16, if that is the dtype of the
+scales, as llm-awq has them for such a model), as its kernel's fused multiply-add does.
 
 Shuffled gemm fields: bits lie densely along N, and of each 8 columns the one of number j is the
 field at 0, 4, 1, 5, 2, 6, 3, 7 (j = 0 .. 7); of 8 bits, of each 4 at 0, 2, 1, 3.
@@ -28,7 +29,7 @@ Shuffled gemv_fast: a block is 256 nibbles, low ones first, 64 of each row in tu
 columns the one of number j is the nibble at 4 * (j % 8) + j // 8.
 
 Source: AutoAWQ 0.2.9, `modules/linear/` and `utils/packing_utils.py`; AutoRound 0.16.1,
-`export/export_to_awq` (5 bits); vLLM `awq_dequantize` (8 bits).
+`export/export_to_awq` (5 to 7 bits); vLLM `awq_dequantize` (8 bits).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from quantload.quant.qtensor import Evaluation, QuantTensor
 
 AwqKind = Literal["gemm", "gemv", "gemv_fast"]
 AWQ_LEAVES = ("qweight", "qzeros", "scaled_zeros", "scales", "weight")
-_BITS = {"gemm": (2, 3, 4, 5, 6, 8), "gemv": (4,), "gemv_fast": (4,)}
+_BITS = {"gemm": (2, 3, 4, 5, 6, 7, 8), "gemv": (4,), "gemv_fast": (4,)}
 # Where the columns 0, 1, 2, ... of a run of columns lie in it.
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _ORDER_OF_BYTES = (0, 2, 1, 3)
@@ -134,10 +135,15 @@ def awq_weight(leaves: ModuleLeaves, layout: AwqLayout, *, decided_by: str) -> S
         shape=(rows, columns),
         scheme=scheme,
         encoding=f"AWQ {layout.kind} {scheme}",
-        dtype=torch.float16 if layout.kind == "gemv_fast" else scales.dtype,
+        dtype=_fast_dtype(scales.dtype) if layout.kind == "gemv_fast" else scales.dtype,
         leaves={leaf: name for leaf, name in leaves.names.items() if leaf in used},
         decided_by=decided_by,
     )
+
+
+def _fast_dtype(scales: torch.dtype) -> torch.dtype:
+    """The dtype that the kernels of gemv_fast compute in."""
+    return scales if scales == torch.bfloat16 else torch.float16
 
 
 def _shape(codes: tuple[int, ...], scales: tuple[int, ...], layout: AwqLayout) -> tuple[int, int]:
@@ -252,8 +258,8 @@ def decode_awq(
             raise FormatMismatch(
                 f"tensor `{name}` is all zero, expected zero points, in `{checkpoint_name}`"
             )
-        # Both operands are float16: in float32 only the last rounding, to float16, is one.
-        evaluation = Evaluation(torch.float32, inner="/", result=torch.float16)
+        # Both operands have 16 bits: in float32 only the last rounding, back to them, is one.
+        evaluation = Evaluation(torch.float32, inner="/", result=weight.dtype)
         return QuantTensor(
             grid=uint_grid(bits),
             codes=fields,

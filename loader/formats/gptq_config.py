@@ -7,6 +7,7 @@
                                      group_size, sym, desc_act
     modules_in_block_to_quantize     parts of names, or lists of them; empty: all in the blocks
     meta.quantizer                   "gptqmodel:7.7.0", or a list of such
+    provider                         "auto-round", if AutoRound wrote it
     pack_dtype                       int32
 
 Everything else (desc_act, static_groups, true_sequential, damp_percent, ...) says how the weights
@@ -36,7 +37,8 @@ from quantload.loader.formats.gptq_layout import GPTQ_BITS, GptqLayout
 from quantload.loader.formats.matching import matches_substring, names_of
 
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0, "gptq_p": 0}
-_SPLIT_BITS = (5, 6, 7)  # are always planar
+_SPLIT_BITS = (5, 6, 7)  # are planar, but for this tool, which packs all bits densely:
+_DENSE_TOOL = "auto-round"
 _BLOCK = re.compile(r"\.\d+\.")  # of a decoder block: model.layers.3.
 _SWAPPED_BEFORE = (6, 1)  # GPTQModel; see `gptq_layout.py`
 
@@ -52,6 +54,7 @@ class GptqConfig:
         parts: `modules_in_block_to_quantize`, flattened.
         has_quantized_head: `lm_head`.
         producer: Version of GPTQModel, if it wrote the checkpoint; () for others.
+        tool: "gptqmodel", "auto-round", or another tool that writes as AutoGPTQ does.
         checkpoint_name: For messages.
     """
 
@@ -61,6 +64,7 @@ class GptqConfig:
     parts: tuple[str, ...]
     has_quantized_head: bool
     producer: tuple[int, ...]
+    tool: str
     checkpoint_name: str
 
     def rule_of(self, module: str) -> Rule | None:
@@ -96,7 +100,7 @@ class GptqConfig:
         }
         if rule is not None:
             values |= {key: v for key, v in (rule.overrides or {}).items() if key in values}
-        made = _layout(values, self.storage, bool(self.producer), self.checkpoint_name)
+        made = _layout(values, self.storage, self.tool, self.checkpoint_name)
         if (
             (made.bits, made.symmetric, made.zero_offset) == (3, False, 1)
             and self.producer
@@ -136,22 +140,24 @@ def parse_gptq_config(config: Mapping[str, Any], checkpoint_name: str) -> GptqCo
             f"`{checkpoint_name}`"
         )
     producer = _producer(config.get("meta"))
+    tool = "gptqmodel" if producer else str(config.get("provider")).lower()
     rules = parse_rules(config.get("dynamic"), checkpoint_name)
     for rule in rules:  # find wrong values now, not at the first module that matches
-        _layout({**config, **(rule.overrides or {})}, storage.lower(), False, checkpoint_name)
+        _layout({**config, **(rule.overrides or {})}, storage.lower(), tool, checkpoint_name)
     return GptqConfig(
-        layout=_layout(config, storage.lower(), bool(producer), checkpoint_name),
+        layout=_layout(config, storage.lower(), tool, checkpoint_name),
         storage=storage.lower(),
         rules=rules,
         parts=_parts(config.get("modules_in_block_to_quantize"), checkpoint_name),
         has_quantized_head=read_bool(config, "lm_head", False, checkpoint_name),
         producer=producer,
+        tool=tool,
         checkpoint_name=checkpoint_name,
     )
 
 
 def _layout(
-    values: Mapping[str, Any], storage: str, is_gptqmodel: bool, checkpoint_name: str
+    values: Mapping[str, Any], storage: str, tool: str, checkpoint_name: str
 ) -> GptqLayout:
     bits = read_int(values, "bits", GPTQ_BITS, checkpoint_name)
     zero_offset = _ZERO_OFFSETS[storage]
@@ -160,10 +166,10 @@ def _layout(
         group_size=read_group_size(values, "group_size", checkpoint_name),
         symmetric=read_bool(values, "sym", True, checkpoint_name),
         zero_offset=zero_offset,
-        is_planar=bits in _SPLIT_BITS or (bits == 3 and storage == "gptq_p"),
+        is_planar=storage == "gptq_p" if bits == 3 else bits in _SPLIT_BITS and tool != _DENSE_TOOL,
         desc_act=read_bool(values, "desc_act", False, checkpoint_name),
-        needs_groups=is_gptqmodel,
-        zeros_borrow=is_gptqmodel and zero_offset == 1 and bits in (2, 4, 8),
+        needs_groups=tool == "gptqmodel",
+        zeros_borrow=tool == "gptqmodel" and zero_offset == 1 and bits in (2, 4, 8),
     )
 
 

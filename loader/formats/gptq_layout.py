@@ -13,8 +13,8 @@ N output features, K input features, b bits, g columns of a group, G = ceil(K / 
 Fields lie densely, little endian: field i takes bits i * b .. i * b + b - 1 of the bit string of
 its column (qweight) or row (qzeros); of 3 bits some lie in two words.
 
-Planar fields (GPTQModel's `gptq_p` of 3 bits, and 5, 6 and 7 bits always) lie in blocks of 32
-fields, b words: first their low bits, densely, then the higher ones.
+Planar fields (GPTQModel's `gptq_p` of 3 bits, and its 5, 6 and 7 bits always; AutoRound packs these
+densely) lie in blocks of 32 fields, b words: first their low bits, densely, then the higher ones.
 
     b   3      5      6      7          others
         2 + 1  4 + 1  4 + 2  4 + 2 + 1  not split
@@ -29,7 +29,8 @@ convention show that the label of the convention is wrong; others are refused. 3
 points of GPTQModel before 6.1 had the constants of words 0 and 2 of each three swapped.
 
 Source: GPTQModel 7.7.0, `nn_modules/qlinear/__init__.py`, `utils/planar_packing.py` and
-`convert_gptq_v2_to_v1_format_module` in `utils/model.py`; AutoGPTQ 0.7.1, `qlinear_cuda.py`.
+`convert_gptq_v2_to_v1_format_module` in `utils/model.py`; AutoGPTQ 0.7.1, `qlinear_cuda.py`;
+AutoRound 0.16.1, `utils/bit_packing.py`.
 """
 
 from __future__ import annotations

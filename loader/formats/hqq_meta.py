@@ -322,11 +322,16 @@ def _bad_config(key: str, value: object, expected: str, checkpoint_name: str) ->
 def check_params(params: Mapping[str, Any], meta: HqqMeta, where: str) -> None:
     """Compare the parameters of a config with what lies beside a weight.
 
+    A config without groups (null) means one for each row or column; hqq writes its size beside.
+
     Raises:
         FormatMismatch: They differ.
     """
     stored = {"nbits": meta.nbits, "group_size": meta.group_size, "axis": meta.axis}
+    whole = meta.shape[0] if meta.axis == 0 else math.prod(meta.shape[1:])
     for key, found in stored.items():
+        if key == "group_size" and params.get(key) is None and found == whole:
+            continue
         if key in params and params[key] != found:
             raise FormatMismatch(
                 f"the HQQ config says `{key} = {params[key]}`, but `{found}` lies beside the "

@@ -1,25 +1,21 @@
-"""How the configs of quantized checkpoints name modules. Each way has one function, used by name.
+"""How the configs of quantized checkpoints name modules: one function for each way of matching.
 
 Patterns are never rewritten: a pattern is tested against every name that a module has.
 
     function                   producer and version whose rule it is
-    matches_exact              all
     matches_regex              compressed-tensors 0.20.1: `re:` and `re.match`
-    matches_whole_regex        torchao 0.18.0: `re:` and `re.fullmatch`
-    matches_class              compressed-tensors 0.20.1, exact names of classes
     matches_substring          AutoAWQ 0.2.9, GPTQ `modules_in_block_to_quantize`
-    matches_prefix             AutoRound 0.16.1 block names, in whole components
     matches_suffix             short names of FP8 exporters, in whole components
-    contains_components        torchao `modules_to_not_convert`
-    matches_glob               ModelOpt 0.47.0, Quark 0.13
-    matches_start              GPTQModel 7.7.0 `dynamic`, without its sign: `re.match`
+    matches_glob               lists of FP8 and MX exporters
     matches_transformers       transformers 5.24.0 `should_convert_module`
+
+Lists that may be long are looked up by `patterns.py` (ModelOpt, Quark), `exclusions.py` (FP8, MX)
+and `dynamic_rules.py` (GPTQModel), with the same aliases.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -28,24 +24,9 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "language_model."
 _STACKS = ("layers.", "h.", "blocks.", "decoder.")
 
 
-def matches_exact(pattern: str, name: str) -> bool:
-    """The pattern is the module's whole dotted name."""
-    return pattern == name
-
-
 def matches_regex(pattern: str, name: str) -> bool:
     """The pattern reads `re:...`, anchored at the start and open at the end (`re.match`)."""
     return pattern.startswith("re:") and _compiled(pattern[3:]).match(name) is not None
-
-
-def matches_whole_regex(pattern: str, name: str) -> bool:
-    """The pattern reads `re:...` and matches the whole name (`re.fullmatch`)."""
-    return pattern.startswith("re:") and _compiled(pattern[3:]).fullmatch(name) is not None
-
-
-def matches_class(pattern: str, class_names: Iterable[str]) -> bool:
-    """The pattern is the name of one of the module's classes."""
-    return pattern in class_names
 
 
 def matches_substring(pattern: str, name: str) -> bool:
@@ -53,29 +34,14 @@ def matches_substring(pattern: str, name: str) -> bool:
     return pattern in name
 
 
-def matches_prefix(pattern: str, name: str) -> bool:
-    """The pattern is the first components of the name, or all of it."""
-    return name == pattern or name.startswith(pattern.rstrip(".") + ".")
-
-
 def matches_suffix(pattern: str, name: str) -> bool:
     """The pattern is the last components of the name, or all of it."""
     return name == pattern or name.endswith("." + pattern.lstrip("."))
 
 
-def contains_components(pattern: str, name: str) -> bool:
-    """The pattern is a run of whole components anywhere in the name."""
-    return f".{pattern}." in f".{name}."
-
-
 def matches_glob(pattern: str, name: str) -> bool:
     """The pattern with `*`, `?` and `[...]` matches the whole name; `*` crosses dots."""
     return fnmatchcase(name, pattern)
-
-
-def matches_start(pattern: str, name: str) -> bool:
-    """The pattern is a regular expression that matches at the start of the name (`re.match`)."""
-    return _compiled(pattern).match(name) is not None
 
 
 def matches_transformers(pattern: str, name: str) -> bool:

@@ -12,7 +12,7 @@ from quantload.loader.checkpoint import Checkpoint, TensorEntry
 from quantload.loader.formats.dense import quantized_names
 from quantload.loader.source import SourceWeight
 
-_INPUT_SCALES = {"input_scale", "activation_scale", "input_global_scale"}
+_INPUT_SCALES = {"input_scale", "activation_scale", "input_global_scale", "expert_input_scale"}
 
 
 @dataclass(frozen=True)

@@ -248,11 +248,13 @@ def _model(source: Source, *, staged: bool) -> dict[str, Any] | None:
         if staged:
             raise
         return None
-    layers = {r.module: f"{r.scheme}" for r in quantload.explain(model)}
+    layers = [report.module for report in quantload.explain(model)]
     inside = tuple(f"{path}." for path, m in model.named_modules() if isinstance(m, QuantLinear))
-    found: dict[str, Any] = {f"{path} scheme": scheme for path, scheme in layers.items()}
+    found: dict[str, Any] = {}
     for path in layers:
         layer = model.get_submodule(path)
+        owner = layer._stack if isinstance(layer, StackView) else layer
+        found[f"{path} input"] = owner.scheme.input if isinstance(owner, QuantLinear) else None
         found[f"{path}.weight"] = layer.weight
         found[f"{path}.bias"] = layer.bias
         found |= {f"{path} {part}": tensor for part, tensor in _static_input(layer).items()}

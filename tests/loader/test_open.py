@@ -214,7 +214,7 @@ def test_quantization_config_in_a_side_file(tmp_path, made):
 @pytest.mark.parametrize("value", [[], 0, "", [{"quant_method": "gptq"}]])
 def test_a_quantization_config_that_is_no_object(tmp_path, made, value):
     folder = tiny.write(tmp_path / "m", {**CONFIG, "quantization_config": value}, made)
-    with pytest.raises(CheckpointError, match="`quantization_config` in .* is not an object"):
+    with pytest.raises(CheckpointError, match=r"`quantization_config` in .* is not an object"):
         open_checkpoint(folder)
 
 

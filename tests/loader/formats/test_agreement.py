@@ -43,3 +43,13 @@ def test_many_entries_and_many_modules_take_no_time():
     start = time.process_time()
     assert about_unused_entries(entries, {}, checkpoint, _starts)
     assert time.process_time() - start < 2
+
+
+def test_a_second_spelling_of_an_entry_is_no_fault():
+    beside = ["ignore: tower.layers.0.fc", "ignore: model.tower.layers.0.fc"]
+    checkpoint = _checkpoint("tower.layers.0.fc", "tower.layers.1.fc", "x.lm_head")
+    assert not about_unused_entries(beside, {beside[0]: 1}, checkpoint, _starts)
+    heads = ["ignore: lm_head", "ignore: x.lm_head"]
+    assert not about_unused_entries(heads, {heads[1]: 1}, checkpoint, _starts)
+    assert about_unused_entries(beside[1:], {}, checkpoint, _starts)
+    assert about_unused_entries([beside[0], "ignore: tower.layers.2.fc"], {}, checkpoint, _starts)

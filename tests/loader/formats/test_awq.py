@@ -65,6 +65,7 @@ def check_values(source, values):
         ({}, {"version": "exllama"}),
         ({}, {"version": None}),
         ({}, {"version": "gemm", "format": "gemm", "checkpoint_format": "gemm"}),
+        ({"bits": 7}, {"bits": 7}),
         ({"bits": 8}, {"bits": 8}),
         ({"group_size": -1}, {"group_size": -1}),
         ({"symmetric": True}, {"zero_point": False}),
@@ -130,7 +131,7 @@ def test_dynamic_rules(tmp_path):
     [
         ({"bits": None}, FormatMismatch, "`bits` is missing"),
         ({"bits": "4"}, FormatMismatch, "`bits` is `'4'`"),
-        ({"bits": 7}, UnsupportedVariant, "`bits` is `7`"),
+        ({"bits": 9}, UnsupportedVariant, "`bits` is `9`"),
         ({"bits": 8}, FormatMismatch, "the config says `gemm`, 8 bits"),
         ({"group_size": 0}, FormatMismatch, "`group_size` is `0`"),
         ({"group_size": None}, FormatMismatch, "`group_size` is missing"),

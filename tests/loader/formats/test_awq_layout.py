@@ -24,7 +24,7 @@ def in_order(columns, group_size):
     return np.arange(columns) // (columns if group_size == -1 else group_size)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("rows", "columns", "group_size"), [(32, 64, 32), (8, 48, 16), (40, 24, -1), (16, 130, 65)]

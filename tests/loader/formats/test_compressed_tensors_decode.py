@@ -472,3 +472,20 @@ def test_no_fault_is_silent(tmp_path, kind):
     # a partial last group is fine, so no header of an FP8 weight shows that a column is missing
     unseen = ("narrow",) if kind == "fp8" else ()
     assert silent_faults(folder, tmp_path / "faults", without=unseen) == {}
+
+
+def test_zero_point_of_an_input_in_another_dtype(tmp_path):
+    """An int8 zero point whose bytes are called FP8 would be another number."""
+    inputs = {"num_bits": 8, "dynamic": False, "symmetric": False, "strategy": "tensor"}
+    leaves = {
+        "weight": torch.ones(4, 32, dtype=torch.int8),
+        "weight_scale": torch.ones(4, 1),
+        "input_scale": torch.ones(1),
+        "input_zero_point": torch.tensor([-7], dtype=torch.int8),
+    }
+    weights = {"num_bits": 8, "strategy": "channel"}
+    source = opened(write(tmp_path / "a", "int-quantized", weights, leaves, inputs=inputs))
+    assert source.read_weight(MODULE).input_zero.tolist() == [-7]
+    leaves["input_zero_point"] = leaves["input_zero_point"].view(torch.float8_e4m3fn)
+    with pytest.raises(FormatMismatch, match=r"input_zero_point` is `torch.float8_e4m3fn`"):
+        opened(write(tmp_path / "b", "int-quantized", weights, leaves, inputs=inputs))

@@ -55,6 +55,7 @@ def check_values(source, values):
         ({"bits": 5, "planar": True, "offset": 0}, {"format": "gptq_p"}),
         ({"bits": 3, "planar": True, "offset": 0}, {"format": "gptq_p"}),
         ({"bits": 7, "planar": True, "symmetric": True, "offset": 0}, {"format": "gptq_p"}),
+        ({"bits": 6}, {"provider": "auto-round"}),
         ({"symmetric": True}, {}),
         ({"act_order": True}, {"desc_act": True}),
         ({"bits": 2, "borrow": True}, {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}),

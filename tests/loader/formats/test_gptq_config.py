@@ -40,6 +40,10 @@ def parsed(**values):
         ({"bits": 5}, {"is_planar": True}),
         ({"bits": 6, "format": "gptq_p"}, {"is_planar": True}),
         ({"bits": 7}, {"is_planar": True}),
+        ({"bits": 5, "provider": "auto-round"}, {"is_planar": False, "needs_groups": False}),
+        ({"bits": 6, "provider": "auto-round"}, {"is_planar": False, "zeros_borrow": False}),
+        ({"bits": 7, "provider": "auto-round"}, {"is_planar": False, "zero_offset": 1}),
+        ({"bits": 6, "provider": "another"}, {"is_planar": True}),
         (
             {"meta": {"quantizer": ["gptqmodel:7.7.0"]}},
             {"zeros_borrow": True, "needs_groups": True},

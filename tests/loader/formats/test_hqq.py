@@ -350,6 +350,15 @@ def test_a_config_without_quantized_tensors_is_read_as_full_precision(tmp_path):
     assert "asks to quantize while loading" in source.warnings[0]
 
 
+@pytest.mark.parametrize(("axis", "size"), [(0, 8), (1, 128)])
+def test_a_config_without_groups(tmp_path, axis, size):
+    """Then hqq takes whole rows or columns, and writes down how long they are."""
+    leaves, expected = leaves_of((8, 128), group_size=size, axis=axis)
+    said = config(group_size=None, axis=axis)
+    source = read(write(tmp_path / "model", named(Q, leaves), said))
+    assert torch.equal(source.read_weight(Q).dequantize(), expected)
+
+
 def test_no_config_at_all(tmp_path):
     leaves, expected = leaves_of((8, 64))
     source = read(write(tmp_path / "model", named(Q, leaves), None))
@@ -365,6 +374,7 @@ def test_no_config_at_all(tmp_path):
         (config(nbits=8), "says `nbits = 8`, but `4` lies beside"),
         (config(group_size=32), "says `group_size = 32`, but `64` lies beside"),
         (config(axis=0), "says `axis = 0`, but `1` lies beside"),
+        (config(group_size=None), "says `group_size = None`, but `64` lies beside"),
         (config(group_size="64"), "`group_size` of the HQQ config is `'64'`, expected a number"),
         ({"quant_method": "hqq"}, "`quant_config` of the HQQ config is `None`"),
         (config({"q_proj": 4}), "quant_config.q_proj.weight_quant_params` .* is `None`"),
