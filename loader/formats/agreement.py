@@ -68,9 +68,15 @@ def check_agreement(
     ]
 
 
-def count_entries(said: Mapping[str, ConfigSays]) -> dict[str, int]:
-    """Return how many modules each entry of a config decides on, by entry."""
-    return dict(Counter(says.entry for says in said.values()))
+def count_entries(said: Mapping[str, ConfigSays], stored: Mapping[str, bool]) -> dict[str, int]:
+    """Return how many modules each entry of a config decides on, by entry.
+
+    Args:
+        said: What the config says, by module.
+        stored: Whether the files hold a quantized weight; where they decide, no entry does.
+    """
+    agreed = (says for module, says in said.items() if says.is_quantized == stored[module])
+    return dict(Counter(says.entry for says in agreed))
 
 
 def about_unused_entries(

@@ -117,7 +117,7 @@ class AwqReader(Reader):
             if module in found:
                 stored[module] = is_packed
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
-        self.entries = count_entries(said)
+        self.entries = count_entries(said, stored)
         self.warnings += about_unused_entries(
             (f"modules_to_not_convert: {entry}" for entry in self._left_out),
             self.entries,

@@ -133,7 +133,7 @@ class BitsAndBytesReader(Reader):
             entry = f"llm_int8_skip_modules: {skipped}" if skipped else self._config.entry
             said[module] = ConfigSays(not skipped, entry)
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
-        self.entries = count_entries(said)
+        self.entries = count_entries(said, stored)
 
     # -- 4 bits --------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class CompressedTensorsReader(Reader):
                 said[module] = self._said(module)
         stored = {module: weight.is_quantized for module, weight in found.items()}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
-        self.entries = count_entries(said)
+        self.entries = count_entries(said, stored)
         self.warnings += about_unused_entries(
             self._config.entries(), self.entries, self.checkpoint, regex_test
         )

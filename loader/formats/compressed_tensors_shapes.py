@@ -299,7 +299,7 @@ def _check_input(leaves: ModuleLeaves, scheme: Scheme, because: str) -> None:
         if leaf in leaves:
             leaves.expect(leaf, dtypes=FLOAT_DTYPES, shapes=_ONE, because=because)
     if "input_zero_point" in leaves:
-        dtypes = (torch.int8, torch.float8_e4m3fn)
+        dtypes: tuple[torch.dtype, ...] = (torch.int8, torch.float8_e4m3fn)
         if input is not None and not input.symmetric:  # else they are zeros, and not used
             dtypes = (input.grid.storage,)
         leaves.expect("input_zero_point", dtypes=dtypes, shapes=_ONE, because=because)

@@ -125,7 +125,7 @@ class Fp8Reader(Reader):
         stored = {module: weight.is_quantized for module, weight in found.items()}
         said = {module: self._says(module) for module in stored}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
-        self.entries = count_entries(said)
+        self.entries = count_entries(said, stored)
         self.warnings += about_unused_entries(
             self._config.entries(), self.entries, self.checkpoint, matches_excluded
         )

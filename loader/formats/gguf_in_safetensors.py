@@ -86,7 +86,7 @@ class GgufInSafetensorsReader(Reader):
             if weight is not None:
                 found[module], said[module], stored[module] = weight, says, is_packed
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
-        self.entries = count_entries(said)
+        self.entries = count_entries(said, stored)
         refuse_leftovers(
             self.checkpoint, (name for weight in found.values() for name in weight.leaves.values())
         )

@@ -65,7 +65,7 @@ class GptqReader(Reader):
             if weight is not None:
                 found[module], said[module], stored[module] = weight, says, is_packed
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
-        self.entries = count_entries(said)
+        self.entries = count_entries(said, stored)
         self.warnings += about_unused_entries(
             (f"dynamic: {rule.key}" for rule in self._config.rules),
             self.entries,

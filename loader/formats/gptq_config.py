@@ -156,9 +156,7 @@ def parse_gptq_config(config: Mapping[str, Any], checkpoint_name: str) -> GptqCo
     )
 
 
-def _layout(
-    values: Mapping[str, Any], storage: str, tool: str, checkpoint_name: str
-) -> GptqLayout:
+def _layout(values: Mapping[str, Any], storage: str, tool: str, checkpoint_name: str) -> GptqLayout:
     bits = read_int(values, "bits", GPTQ_BITS, checkpoint_name)
     zero_offset = _ZERO_OFFSETS[storage]
     return GptqLayout(

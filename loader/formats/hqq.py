@@ -143,7 +143,7 @@ class HqqReader(Reader):
             return
         said = {module: self._config.says_of(module)[0] for module in stored}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
-        self.entries = count_entries(said)
+        self.entries = count_entries(said, stored)
 
     # -- headers -------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class ModelOptReader(Reader):
             found[leaves.module] = describe_experts(leaves, algorithm, decided_by)
         stored = {module: weight.is_quantized for module, weight in found.items()}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
-        self.entries = count_entries(said)
+        self.entries = count_entries(said, stored)
         self.warnings += about_unused_entries(
             self._config.entries(), self.entries, self.checkpoint, matches_any_name
         )

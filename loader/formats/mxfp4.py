@@ -65,7 +65,7 @@ class Mxfp4Reader(Reader):
         stored = {module: weight.is_quantized for module, weight in found.items()}
         said = {module: self._says(module) for module in stored}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
-        self.entries = count_entries(said)
+        self.entries = count_entries(said, stored)
         consumed = (name for weight in found.values() for name in weight.leaves.values())
         refuse_leftovers(self.checkpoint, consumed)
         return found

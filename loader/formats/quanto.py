@@ -145,7 +145,7 @@ class QuantoReader(Reader):
             for module in stored
         }
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
-        self.entries = count_entries(said)
+        self.entries = count_entries(said, stored)
         if any(weight.scheme is not None and weight.scheme.input for weight in found.values()):
             self.warnings.append(
                 "outputs are rounded too by optimum-quanto (`output_scale`): here they are not"

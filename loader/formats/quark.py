@@ -101,7 +101,7 @@ class QuarkReader(Reader):
                     said[module] = self._config.of_module(module)[0]
         stored = {module: weight.is_quantized for module, weight in found.items()}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
-        self.entries = count_entries(said)
+        self.entries = count_entries(said, stored)
         refuse_leftovers(
             self.checkpoint, (name for w in found.values() for name in w.leaves.values())
         )

@@ -101,7 +101,7 @@ class TorchaoReader(Reader):
                 found[plain.module], said[plain.module] = plain, self._config.says(entry.name)[0]
         is_stored = {module: weight.is_quantized for module, weight in found.items()}
         self.warnings += check_agreement(said, is_stored, self.checkpoint.name)
-        self.entries = count_entries(said)
+        self.entries = count_entries(said, is_stored)
         consumed = (name for weight in found.values() for name in weight.leaves.values())
         refuse_leftovers(self.checkpoint, consumed)
         refuse_unknown_parts(self.checkpoint, found)

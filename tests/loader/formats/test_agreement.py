@@ -18,8 +18,10 @@ def _starts(pattern):
 
 
 def test_counts():
-    said = {"a": ConfigSays(True, "x: re:.*"), "b": ConfigSays(True, "x: re:.*")}
-    assert count_entries({**said, "c": ConfigSays(False, "y: c")}) == {"x: re:.*": 2, "y: c": 1}
+    said = {name: ConfigSays(True, "x: re:.*") for name in "abd"}
+    said["c"] = ConfigSays(False, "y: c")
+    stored = {"a": True, "b": True, "c": False, "d": False}  # of d the files decide
+    assert count_entries(said, stored) == {"x: re:.*": 2, "y: c": 1}
 
 
 def test_entries_that_match_nothing():

@@ -52,22 +52,29 @@ def test_gemv(columns, group_size, padded):
     assert torch.equal(found.dequantize(), values_of(*parts, groups, torch.float16))
 
 
-@pytest.mark.parametrize("leaf", ["qzeros", "scaled_zeros"])
+@pytest.mark.parametrize(
+    ("leaf", "dtype"),
+    [
+        ("qzeros", torch.float16),
+        ("scaled_zeros", torch.float16),
+        ("scaled_zeros", torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize(
     ("rows", "columns", "group_size", "padded"),
     [(8, 64, 64, 8), (4, 128, 32, 32), (12, 192, 64, 16), (4, 128, 128, 8), (16, 64, -1, 8)],
 )
-def test_gemv_fast(rows, columns, group_size, padded, leaf):
+def test_gemv_fast(rows, columns, group_size, padded, leaf, dtype):
     groups = in_order(columns, group_size)
-    fields, zeros, scales = random_parts(rows, columns, groups[-1] + 1, 4)
+    fields, zeros, scales = random_parts(rows, columns, groups[-1] + 1, 4, dtype=dtype)
     layout = AwqLayout(bits=4, group_size=group_size, symmetric=False, kind="gemv_fast")
     tensors = awq_tensors(fields, zeros, scales, bits=4, kind="gemv_fast", padded_groups=padded)
-    tensors[leaf] = tensors.pop("qzeros")
+    tensors[leaf] = tensors.pop("qzeros").to(dtype)
     found = decoded(tensors, layout)
-    offsets = -(scales.float() * torch.tensor(zeros)).half().double()
+    offsets = tensors[leaf][: groups[-1] + 1].T.double()
     exact = torch.tensor(fields).double() * scales.double()[:, groups] + offsets[:, groups]
-    assert torch.equal(found.dequantize(), exact.float().half())  # exact in float32
-    assert described(tensors, layout).dtype is torch.float16
+    assert torch.equal(found.dequantize(), exact.float().to(dtype))  # exact in float32
+    assert described(tensors, layout).dtype is dtype
 
 
 @pytest.mark.parametrize("bits", [4, 8])
