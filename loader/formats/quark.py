@@ -5,7 +5,8 @@ z = weight_zero_point.
 
 grid          weight              weight_scale                     value
 e4m3, e5m2    [N, K]              float [], [N], [N, G], blocks    q * s
-int8, uint8   [N, K]              float [], [N] or [N, G]          (q - z) * s
+int8, uint8   [N, K]              float [] or [N]                  (q - z) * s
+  per group   [K, N]              [G, N]
 int4, uint4   int32               float                            (q - z) * s
   per group   [K, ceil(N / 8)]    [G, N]
   else        [N, K / 8]          [N] or []
@@ -28,8 +29,9 @@ Older exports call the leaves `weight_quantizer.scale`, `weight_quantizer.zero_p
 `input_quantizer.scale`. Scales of the key-value cache are `k_proj.output_scale`; see
 `cache_scales.py`.
 
-Source: checkpoints of AMD Quark 0.13; transformers 5.24.0 `integrations/quark`, vLLM 0.33.0
-`quantization/quark` for NVFP4 and the names of older exports.
+Source: AMD Quark 0.13, its checkpoints and `torch/export/nn/modules/realquantizer.py`; transformers
+5.24.0 `integrations/quark`, vLLM 0.33.0 `quantization/quark` for NVFP4 and the names of older
+exports.
 """
 
 from __future__ import annotations

@@ -107,6 +107,11 @@ def _is_packed_int(spec: Spec) -> bool:
     return spec.grid.is_integer and spec.grid.bits == 4
 
 
+def _is_transposed(spec: Spec) -> bool:
+    """Integers in groups are stored with their input features first."""
+    return spec.grid.is_integer and spec.granularity == "group"
+
+
 def _stored_dtype(grid: Grid) -> torch.dtype:
     if grid.bits == 4 and grid.is_integer:
         return torch.int32
@@ -117,7 +122,7 @@ def _layout(codes: Shape, scale: tuple[int, ...], spec: Spec) -> _Layout | None:
     """Return the shapes of a weight; None if codes and scale do not fit the config."""
     if _is_packed_int(spec):
         return _packed_layout(codes, scale, spec)
-    rows, columns = codes
+    rows, columns = codes[::-1] if _is_transposed(spec) else codes
     if spec.grid.bits < 8:
         columns, rest = divmod(columns * 8, spec.grid.bits)
         if rest:
@@ -125,7 +130,8 @@ def _layout(codes: Shape, scale: tuple[int, ...], spec: Spec) -> _Layout | None:
     shape = rows, columns
     if spec.granularity == "group":
         size = spec.group_size or columns
-        if columns % size or scale != (rows, columns // size):
+        expected = (rows, columns // size)
+        if columns % size or scale != (expected[::-1] if _is_transposed(spec) else expected):
             return None
         return _Layout(shape, _group_scheme(spec, size), scale, (scale,))
     scheme = float8_scheme(shape, scale, spec.block, grid=spec.grid)
@@ -223,7 +229,7 @@ def read_weight(
     scheme, (rows, columns) = weight.scheme.weight, weight.shape
     block = scheme.block_of(rows, columns)
     grid_shape = -(-rows // block[0]), -(-columns // block[1])
-    is_transposed = _is_packed_int(spec) and spec.granularity == "group"
+    is_transposed = _is_transposed(spec)
     codes, scale = parts["weight"], as_scale(parts["weight_scale"])
     zero = parts.get("weight_zero_point")
     if _is_packed_int(spec):

@@ -107,7 +107,8 @@ def _changes(tensor: _Tensor) -> Iterator[tuple[str, list[_Tensor]]]:
     for other in _OTHERS:
         if other not in (kind.name, _TWINS.get(kind.name)):
             retyped = replace(tensor, kind=gguf.GGMLQuantizationType[other])
-            yield f"retype {name} to {other}", [retyped]
+            word = "swap" if _density(retyped) == _density(tensor) else "retype"
+            yield f"{word} {name} to {other}", [retyped]
     if kind.name in _TWINS:
         twin = _TWINS[kind.name]
         word = "retype" if twin == "I32" else "swap"
@@ -117,6 +118,11 @@ def _changes(tensor: _Tensor) -> Iterator[tuple[str, list[_Tensor]]]:
         )
     yield from ((f"{what} {name}", [changed]) for what, changed in _shapes(tensor))
     yield from ((f"nan {name} {what}", [changed]) for what, changed in _not_finite(tensor))
+
+
+def _density(tensor: _Tensor) -> float:
+    size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
+    return num_bytes / size
 
 
 def _not_finite(tensor: _Tensor) -> Iterator[tuple[str, _Tensor]]:

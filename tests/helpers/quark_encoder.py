@@ -144,7 +144,7 @@ def _as_stored(part, spec):
         return part.reshape(())
     if spec["qscheme"] == "per_channel":
         return part.reshape(-1)
-    return part.T.contiguous() if spec["dtype"] in ("int4", "uint4") else part
+    return part.T.contiguous() if "int" in spec["dtype"] else part
 
 
 def _floats(spec, random, rows, columns):
@@ -167,7 +167,8 @@ def _integers(spec, random, rows, columns, pack_method):
     values = (codes - _spread(zero, spec, rows, columns)).astype(np.float32)
     if bits == 8:
         kind = np.int8 if is_signed else np.uint8
-        parts = codes.astype(kind), _as_stored(torch.from_numpy(zero.astype(kind)), spec)
+        stored = codes.T.copy() if spec["qscheme"] == "per_group" else codes
+        parts = stored.astype(kind), _as_stored(torch.from_numpy(zero.astype(kind)), spec)
         return Encoded(
             None, {"weight": torch.from_numpy(parts[0]), "weight_zero_point": parts[1]}
         ), values

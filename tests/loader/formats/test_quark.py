@@ -41,6 +41,7 @@ SPECS = [
     (spec("int8", "per_channel", symmetric=False), 5, 7),
     (spec("int8", "per_group", group_size=16, symmetric=True), 5, 32),
     (spec("uint8", "per_channel", symmetric=False), 5, 7),
+    (spec("uint8", "per_group", group_size=16, symmetric=False), 32, 32),
     (INT4, 24, 48),
     (INT4, 11, 32),  # the last word of a row is not full
     (UINT4, 24, 48),
