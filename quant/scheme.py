@@ -53,6 +53,18 @@ class WeightScheme:
     act_order: bool = False
     zero: ZeroKind = "int"
 
+    @property
+    def sharing(self) -> str:
+        """What shares one scale, for people: "groups of 64", "one scale a row"."""
+        match self.granularity:
+            case "group":
+                return f"groups of {self.group_size}"
+            case "block":
+                assert self.block is not None, "a block scheme has a block"
+                return f"blocks of {self.block[0]} x {self.block[1]}"
+            case granularity:
+                return f"one scale a {'row' if granularity == 'channel' else granularity}"
+
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
         """Return how many rows and columns of a [rows, columns] weight share one scale."""
         match self.granularity:

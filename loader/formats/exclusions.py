@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quantload.errors import FormatMismatch
-from quantload.loader.formats.matching import matches_glob, names_of
+from quantload.loader.formats.matching import COMPONENT_END, matches_glob, names_of
 
 _PLAIN = re.compile(r"[\w.-]*")
 _FUSED = {
@@ -38,7 +38,6 @@ _FUSED = {
     "q_a_proj": "fused_qkv_a_proj",
     "kv_a_proj_with_mqa": "fused_qkv_a_proj",
 }
-_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Exclusions:
         try:
             if entry.startswith("re:"):
                 return re.compile(entry[3:])
-            return re.compile(rf"(?:{entry}){_BOUNDARY}")
+            return re.compile(rf"(?:{entry}){COMPONENT_END}")
         except re.error as error:
             if not entry.startswith("re:"):
                 return None

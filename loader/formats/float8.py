@@ -142,15 +142,7 @@ def _expected(shape: tuple[int, int], block: Block | None) -> str:
 
 
 def _encoding(weight: WeightScheme, scale: TensorEntry) -> str:
-    match weight.granularity:
-        case "group":
-            sharing = f"groups of {weight.group_size}"
-        case "block":
-            assert weight.block is not None, "a block scheme has a block"
-            sharing = f"blocks of {weight.block[0]} x {weight.block[1]}"
-        case granularity:
-            sharing = f"one scale a {'row' if granularity == 'channel' else granularity}"
-    return f"{weight.grid.name}, {sharing}, scales {NAMES[scale.dtype]}"
+    return f"{weight.grid.name}, {weight.sharing}, scales {NAMES[scale.dtype]}"
 
 
 def decode_float8(

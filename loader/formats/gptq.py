@@ -35,6 +35,7 @@ from quantload.loader.formats.gptq_layout import (
     read_groups,
 )
 from quantload.loader.formats.module_leaves import ModuleLeaves, by_module, refuse_leftovers
+from quantload.loader.model_dtype import config_dtype
 from quantload.loader.source import Reader, SourceWeight
 from quantload.quant.qtensor import QuantTensor
 
@@ -46,7 +47,8 @@ class GptqReader(Reader):
         super().__init__(checkpoint)
         assert checkpoint.quantization_config is not None, "detected by its config"
         self._config = parse_gptq_config(checkpoint.quantization_config, checkpoint.name)
-        self._dtype = stated_dtype(checkpoint.config) if self._config.producer else None
+        stated = config_dtype(checkpoint.config) if self._config.producer else None
+        self._dtype = stated if stated in (torch.float16, torch.bfloat16) else None
         self._layouts: dict[str, GptqLayout] = {}
 
     def weights(self) -> Mapping[str, SourceWeight]:
@@ -107,14 +109,4 @@ class GptqReader(Reader):
             self.warnings.append(text)
 
 
-def stated_dtype(config: Mapping[str, object]) -> torch.dtype | None:
-    """Return float16 or bfloat16 if a config.json says that the model runs in it, else None."""
-    text = config.get("text_config")
-    for holder in (config, text if isinstance(text, Mapping) else {}):
-        name = str(holder.get("dtype") or holder.get("torch_dtype")).removeprefix("torch.")
-        if name in ("float16", "bfloat16"):
-            return torch.float16 if name == "float16" else torch.bfloat16
-    return None
-
-
-__all__ = ["GptqReader", "stated_dtype"]
+__all__ = ["GptqReader"]

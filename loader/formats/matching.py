@@ -22,6 +22,8 @@ from functools import cache
 # Before the names of the base language model, longest first; and how those names start.
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 _STACKS = ("layers.", "h.", "blocks.", "decoder.")
+# Where a match of leading components may end: after a dot, before one, or at the end of the name.
+COMPONENT_END = r"(?:(?<=\.)|(?=\.|$))"
 
 
 def matches_regex(pattern: str, name: str) -> bool:
@@ -51,8 +53,8 @@ def matches_transformers(pattern: str, name: str) -> bool:
     `layer.*` matches `layer.11.attn`, `mlp.gate` does not match `mlp.gate_proj`. The end of the
     name is compared without regard to components.
     """
-    boundary = r"(?:(?<=\.)|(?=\.|$))"
-    return name.endswith(pattern) or _compiled(rf"(?:{pattern}){boundary}").match(name) is not None
+    whole = _compiled(rf"(?:{pattern}){COMPONENT_END}")
+    return name.endswith(pattern) or whole.match(name) is not None
 
 
 @cache

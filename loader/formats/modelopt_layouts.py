@@ -160,9 +160,7 @@ def _check_others(leaves: ModuleLeaves, algorithm: Algorithm, shape: Shape, beca
 def _encoding(leaves: ModuleLeaves, algorithm: Algorithm, weight: WeightScheme) -> str:
     scale = NAMES[leaves["weight_scale"].dtype]
     scale = "E8M0" if weight.scale == "e8m0" else scale
-    kind = {"group": f"groups of {weight.group_size}", "block": "blocks of 128 x 128"}
-    sharing = kind.get(weight.granularity, f"one scale a {weight.granularity}")
-    text = f"{algorithm.name}: {weight.grid.name}, {sharing}, scales {scale}"
+    text = f"{algorithm.name}: {weight.grid.name}, {weight.sharing}, scales {scale}"
     if algorithm.layout == "nvfp4":
         text += " times one of the tensor"
     if "svdquant_lora_a" in leaves:

@@ -201,17 +201,9 @@ def _check_others(leaves: ModuleLeaves, spec: Spec, layout: _Layout, because: st
 
 
 def _encoding(scheme: WeightScheme, scale: str) -> str:
-    match scheme.granularity:
-        case "group":
-            sharing = f"groups of {scheme.group_size}"
-        case "block":
-            assert scheme.block is not None, "a block scheme has a block"
-            sharing = f"blocks of {scheme.block[0]} x {scheme.block[1]}"
-        case granularity:
-            sharing = f"one scale a {granularity}"
     kind = {"e8m0": "E8M0", "e4m3": "F8_E4M3 times one of the tensor"}.get(scheme.scale, scale)
     zero = "" if scheme.symmetric else ", zero points"
-    return f"{scheme.grid.name}, {sharing}, scales {kind}{zero}"
+    return f"{scheme.grid.name}, {scheme.sharing}, scales {kind}{zero}"
 
 
 def read_weight(

@@ -237,3 +237,18 @@ def test_the_group_sizes_that_engines_serve():
 def test_inputs_are_dynamic_and_symmetric_unless_said_otherwise():
     scheme = InputScheme(grid=E4M3, granularity="token")
     assert (scheme.dynamic, scheme.symmetric, scheme.group_size) == (True, True, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("W4A16:g64", "groups of 64"),
+        ("FP8_BLOCK", "blocks of 128 x 128"),
+        ("FP8_DYNAMIC", "one scale a row"),
+    ],
+)
+def test_what_shares_a_scale(name, expected):
+    weight = parse_scheme(name).weight
+    assert weight.sharing == expected
+    whole = replace(weight, granularity="tensor", group_size=None, block=None)
+    assert whole.sharing == "one scale a tensor"

@@ -7,7 +7,7 @@ import pytest
 import tiny_checkpoints as tiny
 import torch
 
-from quantload.errors import FormatMismatch, QuantloadError, UnknownFormat
+from quantload.errors import FormatMismatch, UnknownFormat
 from quantload.loader.formats import FORMATS, open_source
 from quantload.loader.open import open_checkpoint
 
@@ -21,26 +21,18 @@ OTHERS = [  # folders that are read although their producer's format is not one 
     "auto-round-0.16.1/nano-llama-llmc-W8A16-asym",
     "auto-round-0.16.1/odd-llama-llmc-FP8_BLOCK",
 ]
-FOREIGN = sorted(
-    folder
-    for folder in SHARED.glob("*/*/")
-    if (
-        folder.parent.name.split("-")[0]
-        not in (
-            "base",
-            "transformers",
-            "gguf",
-            "llmcompressor",
-            "bitsandbytes",
-            "hqq",
-            "optimum",
-            "nvidia",
-            "amd",
-        )
-        and not folder.parent.name.startswith("compressed-tensors")
-    )
-    or folder.parent.name.startswith("transformers-quant")
-)
+
+
+def _method(folder):
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) if file.exists() else {}
+    return content.get("quantization_config", {}).get("quant_method")
+
+
+_READ = {method for row in FORMATS for method in row.methods}
+FOREIGN = [
+    folder for folder in sorted(SHARED.glob("*/*/")) if _method(folder) not in {None, *_READ}
+]
 
 
 @pytest.mark.parametrize(
@@ -94,18 +86,12 @@ def test_rows_have_different_names():
     "folder", FOREIGN, ids=lambda folder: f"{folder.parent.name}/{folder.name}"
 )
 def test_foreign_checkpoints_are_refused(folder):
-    if f"{folder.parent.name}/{folder.name}" in OTHERS:
-        assert open_source(open_checkpoint(folder)).format_name == "compressed-tensors"
-        return
-    config = (
-        json.loads((folder / "config.json").read_text())
-        if (folder / "config.json").exists()
-        else {}
-    )
-    method = config.get("quantization_config", {}).get("quant_method")
-    if any(method in row.methods for row in FORMATS):
-        pytest.skip("read: see test_truth.py")
-    with pytest.raises(QuantloadError) as caught:
+    with pytest.raises(UnknownFormat, match=f"`{_method(folder)}`") as caught:
         open_source(open_checkpoint(folder))
-    if isinstance(caught.value, UnknownFormat) and "pickled" not in str(caught.value):
-        assert f"`{method}`" in str(caught.value)
+    assert caught.value.hint
+
+
+@pytest.mark.skipif(not FOREIGN, reason="no shared checkpoints beside the repository")
+@pytest.mark.parametrize("name", OTHERS)
+def test_exports_to_another_tools_format(name):
+    assert open_source(open_checkpoint(SHARED / name)).format_name == "compressed-tensors"
