@@ -57,6 +57,11 @@ class TensorEntry:
             count *= size
         return count
 
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the file holds the elements themselves, one after the other."""
+        return self.loaded is None and not self.block_type and not self.interleaved_heads
+
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from quantload.errors import NonFiniteWeight, NotLossless, OutputError
 from quantload.loader.checkpoint import files_kept_open
-from quantload.loader.formats.compressed_tensors import Leaf, encode
 from quantload.loader.formats.compressed_tensors_lossless import encode_lossless
+from quantload.loader.output_files import Leaf
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.side_files import copy_side_files
 from quantload.loader.writer import CheckpointWriter
@@ -54,7 +54,8 @@ def run_plan(plan: Plan, folder: Path, progress: Progress) -> Path:
             writer.write(output.name, cast)
         progress.finish()
         copy_side_files(plan.source.checkpoint, writer.staging)
-        writer.write_json("config.json", plan.config)
+        for name, content in {"config.json": plan.config, **plan.config_files}.items():
+            writer.write_json(name, content)
         return writer.finish()
 
 
@@ -86,7 +87,8 @@ def _convert(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
             hint=f"keep it with the rule `{row.module} = keep`, or repair the source",
         ) from error
     _tell_lost_groups(weight, quantized, row.module)
-    return {f"{row.module}.{leaf}": part for leaf, part in encode(quantized, row.scheme).items()}
+    leaves = plan.target.encode(quantized, row.scheme, quantized.shape)
+    return {f"{row.module}.{leaf}": part for leaf, part in leaves.items()}
 
 
 def _tell_lost_groups(weight: Tensor, quantized: QuantTensor, module: str) -> None:

@@ -11,6 +11,14 @@ import torch
 from quantload.loader.safetensors_header import NAMES
 
 
+@dataclass(frozen=True)
+class Leaf:
+    """dtype and shape of one tensor to be written, whatever its module is called."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
     """A tensor to be written.

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from quantload.errors import ConfigError
 from quantload.loader.checkpoint import TensorEntry
-from quantload.loader.formats.compressed_tensors import layout
 from quantload.loader.formats.compressed_tensors_lossless import lossless_layout
+from quantload.loader.formats.target import Target
+from quantload.loader.formats.targets import COMPRESSED_TENSORS
 from quantload.loader.model_dtype import DTYPE_NAMES, config_dtype
 from quantload.loader.output_files import OutputFile, OutputTensor, assign_files
 from quantload.loader.plan_config import output_config
+from quantload.loader.plan_fit import fit, refuse_same, refuse_unwritable
 from quantload.loader.plan_groups import OnSplit, SplitOutcome, settle_groups
-from quantload.loader.plan_row import PlanRow
+from quantload.loader.plan_row import PlanRow, SourceRegion
 from quantload.loader.plan_same import is_in_scheme, refuse_loss, same_scheme
 from quantload.loader.plan_warnings import (
-    UNFIT,
     about_input_scales,
     about_kept,
     about_partial_blocks,
@@ -36,7 +36,7 @@ from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 from quantload.mappers.default_keeps import reason_to_keep
 from quantload.mappers.facts import Kind, ModelFacts, missing_layers
 from quantload.quant.rules import QuantConfig, resolve
-from quantload.quant.scheme import PRESETS, SAME, Scheme
+from quantload.quant.scheme import SAME, Scheme
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -50,12 +50,14 @@ class PlanOptions:
         on_split: What to do when rules split a fused group: "error", "keep" or "promote".
         max_shard_bytes: Largest size of one output file's data.
         lossless: Refuse whatever would change a value.
+        target: The format that is written.
     """
 
     dtype: torch.dtype | None = None
     on_split: OnSplit = "error"
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     lossless: bool = False
+    target: Target = COMPRESSED_TENSORS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ class Plan:
         plain: All other tensors, copied (or cast to `dtype`).
         files: Output files with every tensor's place.
         config: config.json that will be written.
+        config_files: Further JSON files that the format has, by name.
+        target: The format that is written.
         groups: Fused groups, and where they come from.
         groups_origin: "model probe" or "name table".
         lossless: Refuse a tensor that does not come out with equal values.
@@ -79,6 +83,8 @@ class Plan:
     plain: tuple[OutputTensor, ...]
     files: tuple[OutputFile, ...]
     config: Mapping[str, Any]
+    config_files: Mapping[str, Mapping[str, Any]]
+    target: Target
     groups: tuple[tuple[str, ...], ...]
     groups_origin: str
     lossless: bool
@@ -126,6 +132,7 @@ def make_plan(
     new_config = output_config(
         source,
         schemes,
+        target=options.target,
         kept=[row.module for row in rows if row.scheme is None and _is_linear(row, facts)],
         named=[module for module in schemes if _kind_of(module, facts) != "linear"],
         facts=facts,
@@ -150,7 +157,9 @@ def make_plan(
             [*(row.outputs for row in rows), *((tensor,) for tensor in plain)],
             max_bytes=options.max_shard_bytes,
         ),
-        config=new_config,
+        config=new_config.config,
+        config_files=new_config.files,
+        target=options.target,
         groups=facts.groups,
         groups_origin=facts.origin,
         lossless=options.lossless,
@@ -188,6 +197,7 @@ def _choose(
         reason = f"rule `{decision.rule}`" if decision.rule else "default scheme"
         keeps_values = False
         if scheme == SAME:
+            refuse_same(options.target)
             scheme, same_reason = same_scheme(weight, try_all=options.lossless)
             reason, keeps_values = f"{reason}: {same_reason}", scheme is not None
         elif scheme is not None and scheme.weight is not None:
@@ -195,8 +205,13 @@ def _choose(
             if kept is not None and not decision.covers_whole_name:
                 scheme, reason = None, f"kept by default: {kept}"
             else:
-                scheme, reason = _fit(scheme, weight, reason)
-                keeps_values = scheme is not None and is_in_scheme(weight, scheme)
+                scheme, reason = fit(scheme, weight, reason)
+                refuse_unwritable(options.target, scheme, weight)
+                keeps_values = (
+                    scheme is not None
+                    and options.target.keeps_values
+                    and is_in_scheme(weight, scheme)
+                )
                 reason += "; it is in this scheme already" if keeps_values else ""
         choices[module] = _Choice(
             module=module,
@@ -226,44 +241,6 @@ def _kind(module: str, facts: ModelFacts) -> Kind:
     return "linear"
 
 
-def _fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | None, str]:
-    columns = weight.shape[1]
-    if not weight.is_matrix:
-        kind = f"{weight.experts} experts" if weight.experts else "input features first"
-        return None, f"kept: `{weight.parameter_name}` holds {kind}; {reason}"
-    if 0 in weight.shape:
-        return None, f"kept: the weight is empty; {reason}"
-    fitted = scheme.fitted(columns)
-    if fitted != scheme and _is_size_asked(scheme):
-        raise _not_divided(scheme, weight, reason)
-    if fitted is None:
-        return None, f"{UNFIT} of 128, 64 or 32 divides its {columns} columns; {reason}"
-    if fitted != scheme:
-        assert scheme.weight is not None, "only groups are fitted"
-        assert fitted.weight is not None, "only groups are fitted"
-        reason += (
-            f"; group {fitted.weight.group_size}, since {scheme.weight.group_size} does not divide "
-            f"{columns}"
-        )
-    return fitted, reason
-
-
-def _is_size_asked(scheme: Scheme) -> bool:
-    """True if a group size stands in for the scheme's own."""
-    preset = PRESETS.get(scheme.name)
-    own = preset.weight.group_size if preset is not None and preset.weight is not None else None
-    return scheme.weight is not None and scheme.weight.group_size != own
-
-
-def _not_divided(scheme: Scheme, weight: SourceWeight, reason: str) -> ConfigError:
-    assert scheme.weight is not None, "only groups divide columns"
-    return ConfigError(
-        f"group size does not divide the width of `{weight.module}`: {weight.shape[1]} columns, "
-        f"group {scheme.weight.group_size} ({reason})",
-        hint=f"leave out the group size, or add a rule, for example `{weight.module} = keep`",
-    )
-
-
 def _row(choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOptions) -> PlanRow:
     module, weight = choice.module, choice.weight
     scheme = outcome.schemes[module]
@@ -276,7 +253,7 @@ def _row(choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOp
         leaves = (
             lossless_layout(weight, scheme, source.checkpoint.tensors)
             if keeps_values
-            else layout(scheme, weight.shape, dtype)
+            else options.target.layout(scheme, weight.shape, dtype)
         )
         tensors = [
             OutputTensor(f"{module}.{leaf}", spec.dtype, spec.shape, module)
@@ -294,7 +271,19 @@ def _row(choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOp
         is_same=choice.is_same,
         outputs=tuple(tensors),
         source_bytes=_source_bytes(weight, source),
+        region=_region(weight, source),
     )
+
+
+def _region(weight: SourceWeight, source: Source) -> SourceRegion | None:
+    """Return where a plain matrix lies; None if it has to be decoded or put in order."""
+    entry = source.checkpoint.tensors.get(weight.parameter_name)
+    if entry is None or not entry.is_contiguous or source.reader.widens_floats:
+        return None
+    if weight.is_quantized or entry.shape != weight.shape or entry.dtype not in FLOAT_DTYPES:
+        return None
+    rows, columns = weight.shape
+    return SourceRegion(tensor=entry.name, first=0, rows=rows, columns=columns, row_stride=columns)
 
 
 def _source_bytes(weight: SourceWeight, source: Source) -> int:

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from quantload.loader.formats.compressed_tensors_config import build_config, validate_config
+from quantload.loader.formats.target import Target, WrittenModules
 from quantload.loader.model_dtype import config_dtype
 from quantload.loader.source import Source
 from quantload.mappers.facts import ModelFacts
 from quantload.quant.scheme import Scheme
 
 
-def output_config(
+@dataclass(frozen=True)
+class OutputConfig:
+    """The JSON files that describe an output.
+
+    Args:
+        config: config.json.
+        files: Further ones that its format has, by name.
+    """
+
+    config: Mapping[str, Any]
+    files: Mapping[str, Mapping[str, Any]]
+
+
+def output_config(  # noqa: PLR0913 - what a config says, by name
     source: Source,
     schemes: Mapping[str, Scheme],
     *,
+    target: Target,
     kept: Iterable[str],
     named: Collection[str],
     facts: ModelFacts,
     untied: bool,
     dtypes: set[torch.dtype],
-) -> dict[str, Any]:
+) -> OutputConfig:
     """Return the config.json of an output: that of the source, but for what changes.
 
     Args:
         source: What is converted.
         schemes: Scheme of each quantized module.
+        target: The format that is written.
         kept: Linear modules in full precision.
         named: Quantized modules that engines find by name only.
         facts: Names of the modules in the transformers model, and ties of the source.
@@ -36,8 +52,9 @@ def output_config(
         dtypes: dtypes of full-precision weights and scales.
 
     Raises:
-        FormatMismatch: compressed-tensors refuses the generated config.
+        FormatMismatch: The format's own library refuses the generated config.
     """
+    files: Mapping[str, Mapping[str, Any]] = {}
     config = dict(source.checkpoint.config)
     cache_scheme = source.reader.cache_scheme
     for key in ("quantization_config", "compression_config"):
@@ -48,18 +65,21 @@ def output_config(
         }
     if schemes or cache_scheme:
         ignored = [*kept, *(alias for alias in facts.tied if alias not in schemes)]
-        config["quantization_config"] = build_config(
-            _under_all_names(schemes, facts),
-            _under_all_names(dict.fromkeys(ignored), facts),
-            named=_under_all_names(dict.fromkeys(named), facts),
-            cache_scheme=cache_scheme,
+        written = target.config(
+            WrittenModules(
+                schemes=_under_all_names(schemes, facts),
+                kept=_under_all_names(dict.fromkeys(ignored), facts),
+                named=_under_all_names(dict.fromkeys(named), facts),
+                cache_scheme=cache_scheme,
+            )
         )
-        validate_config(config["quantization_config"])
+        config["quantization_config"] = written.quantization_config
+        files = written.files
     if untied:
         _set_untied(config)
     if len(dtypes) == 1 and config_dtype(config) not in dtypes:
         _set_dtype(config, str(next(iter(dtypes))).removeprefix("torch."))
-    return config
+    return OutputConfig(config, files)
 
 
 _Value = TypeVar("_Value")

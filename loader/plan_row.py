@@ -11,6 +11,26 @@ from quantload.quant.scheme import Scheme
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRegion:
+    """Where a full-precision weight [N, K] lies in a tensor of the source, row by row.
+
+    Args:
+        tensor: Name of the tensor.
+        first: Element of the tensor at which the weight begins.
+        rows: N.
+        columns: K.
+        row_stride: Elements from one row to the next; more than K where rows of two weights take
+            turns.
+    """
+
+    tensor: str
+    first: int
+    rows: int
+    columns: int
+    row_stride: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRow:
     """The decision for one module.
 
@@ -26,6 +46,7 @@ class PlanRow:
         is_same: True if its rule asks for what the source has.
         outputs: The tensors that are written.
         source_bytes: Bytes of its tensors in the source.
+        region: Where the weight lies, if it can be read in rows as it is stored.
     """
 
     module: str
@@ -39,6 +60,7 @@ class PlanRow:
     is_same: bool = False
     outputs: tuple[OutputTensor, ...]
     source_bytes: int
+    region: SourceRegion | None = None
 
     @property
     def output_bytes(self) -> int:

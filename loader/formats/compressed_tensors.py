@@ -64,7 +64,7 @@ from quantload.loader.formats.compressed_tensors_config import (
     regex_test,
 )
 from quantload.loader.formats.compressed_tensors_decode import decode_parts
-from quantload.loader.formats.compressed_tensors_encode import Leaf, encode, layout
+from quantload.loader.formats.compressed_tensors_encode import encode, layout
 from quantload.loader.formats.compressed_tensors_shapes import checked_weight, refuse_mixed_packing
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
@@ -264,4 +264,4 @@ def _class_names(module: str) -> tuple[str, ...]:
     return ("Embedding",) if is_embedding else ("Linear",)
 
 
-__all__ = ["CompressedTensorsReader", "Leaf", "encode", "layout"]
+__all__ = ["CompressedTensorsReader", "encode", "layout"]

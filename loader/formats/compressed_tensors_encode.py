@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -19,20 +17,13 @@ from quantload.loader.formats.compressed_tensors_shapes import (
     scale_shape,
     weight_of,
 )
+from quantload.loader.output_files import Leaf
 from quantload.quant.grid import Grid
 from quantload.quant.packing import pack_dense, words_dense
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import Scheme, WeightScheme
 
 _SCALE_DTYPES = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """dtype and shape of one tensor to be written."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 def layout(scheme: Scheme, shape: tuple[int, int], scale_dtype: torch.dtype) -> dict[str, Leaf]:

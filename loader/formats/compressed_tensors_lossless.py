@@ -33,9 +33,10 @@ from torch import Tensor
 from quantload.errors import NotLossless, ShapeError
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.formats.compressed_tensors_canonical import canonical
-from quantload.loader.formats.compressed_tensors_encode import Leaf, encode, layout
+from quantload.loader.formats.compressed_tensors_encode import encode, layout
 from quantload.loader.formats.compressed_tensors_presets import named_scheme
 from quantload.loader.formats.compressed_tensors_shapes import weight_of
+from quantload.loader.output_files import Leaf
 from quantload.loader.source import FLOAT_DTYPES, SourceWeight
 from quantload.quant.chunks import row_chunks
 from quantload.quant.grid import E2M1, E2M3, E4M3, Grid, int_grid

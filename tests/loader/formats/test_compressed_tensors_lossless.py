@@ -13,7 +13,7 @@ from truth import truths
 from quantload.errors import FormatError, NotLossless
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.formats.compressed_tensors_config import build_config, validate_config
-from quantload.loader.formats.compressed_tensors_encode import Leaf, layout
+from quantload.loader.formats.compressed_tensors_encode import layout
 from quantload.loader.formats.compressed_tensors_lossless import (
     encode_lossless,
     lossless_layout,
@@ -22,6 +22,7 @@ from quantload.loader.formats.compressed_tensors_lossless import (
     why_not_lossless,
     why_not_planned,
 )
+from quantload.loader.output_files import Leaf
 from quantload.loader.source import SourceWeight
 from quantload.quant.grid import E2M1, E2M3, E4M3, E5M2, INT4, int_grid, table_grid, uint_grid
 from quantload.quant.qtensor import Evaluation, QuantTensor
