@@ -12,7 +12,8 @@ from converting import opened
 from safetensors.torch import load_file
 
 from quantload import __version__, cli_output
-from quantload.cli import main, parse_size, read_rules
+from quantload.cli import main
+from quantload.cli_options import parse_size, read_rules
 from quantload.errors import ConfigError, NotComparable
 from quantload.loader.formats import FORMATS
 from quantload.loader.formats.detect import REFUSED
