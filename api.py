@@ -105,7 +105,8 @@ def plan(
     config = QuantConfig.from_options(scheme, rules, group_size=group_size)
     with _without_collections():
         facts = facts_of(opened, trust_remote_code=trust_remote_code)
-        return make_plan(opened, config, facts, options)
+        made = make_plan(opened, config, facts, options)
+    return replace(made, trust_remote_code=trust_remote_code)
 
 
 @dataclass(frozen=True)

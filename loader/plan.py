@@ -75,6 +75,9 @@ class Plan:
         groups: Fused groups, and where they come from.
         groups_origin: "model probe" or "name table".
         lossless: Refuse a tensor that does not come out with equal values.
+        asked: The rules and the default scheme that it was made from.
+        options: The options that it was made from.
+        trust_remote_code: Modelling code of the checkpoint was asked for its groups.
         warnings: What the user should know.
     """
 
@@ -88,6 +91,9 @@ class Plan:
     groups: tuple[tuple[str, ...], ...]
     groups_origin: str
     lossless: bool
+    asked: QuantConfig
+    options: PlanOptions
+    trust_remote_code: bool = False
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -163,6 +169,8 @@ def make_plan(
         groups=facts.groups,
         groups_origin=facts.origin,
         lossless=options.lossless,
+        asked=config,
+        options=options,
         warnings=tuple(warnings),
     )
 
