@@ -8,11 +8,11 @@ fixed, as a checkpoint holds them. In MX formats the scale of a group is the pow
 
     scale = 2^(floor(log2(max|x|)) - floor(log2(high)))
 
-one more where the largest |x| is 1.75 times its power of two or above.
+one more where the largest |x| is 1.75 times its power of two or above. In NVFP4 the scale of a
+group is an e4m3 number, divided by the global scale that the checkpoint holds.
 
-Source: `compute_dynamic_scales_and_zp`, `fake_quantize` and `generate_mx_scales` of
-compressed-tensors 0.20.1, which want a batch axis and whole groups; here any leading axes and a
-partial last group are fine.
+Source: `compute_dynamic_scales_and_zp` and `fake_quantize` of compressed-tensors 0.20.1, which want
+a batch axis and whole groups; here any leading axes and a partial last group are fine.
 
 NaN and infinity are not looked for, since that would wait for the device: they make their whole
 token or group NaN.
@@ -21,58 +21,54 @@ token or group NaN.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quantload.errors import ConfigError
 from quantload.quant.grid import Grid
-from quantload.quant.rtn import as_blocks, minmax_scale, round_to_nearest, scaled_blocks
-from quantload.quant.scheme import InputScheme, WeightScheme
+from quantload.quant.qtensor import QuantTensor
+from quantload.quant.rtn import as_blocks, round_to_nearest, scaled_blocks
+from quantload.quant.scales import block_scales, global_scale, minmax_scale
+from quantload.quant.scheme import Granularity, InputScheme, WeightScheme
+
+NVFP4_ABSMAX = 2688.0
 
 
-def fake_quantize(x: Tensor, scheme: InputScheme) -> Tensor:
+def fake_quantize(x: Tensor, scheme: InputScheme, *, outer: Tensor | None = None) -> Tensor:
     """Quantize and dequantize an input.
 
     Args:
         x: [..., K] float dtype.
         scheme: A dynamic scheme per tensor, token or group of features.
+        outer: [1] float32, the global scale of a scheme with e4m3 scales, a divisor.
 
     Returns:
         [..., K] of the same dtype, each value on the scheme's grid. What is rounded to zero from
         below is -0.0, as in the original, which never turns a code into an integer.
 
     Raises:
-        ConfigError: The scheme is static.
+        ConfigError: The scheme is static, or needs a global scale.
     """
     if not scheme.dynamic:
         raise ConfigError(
             "a static input scheme takes its scale from the checkpoint, found `dynamic = false`"
         )
+    if scheme.scale == "e4m3" and outer is None:
+        raise ConfigError("inputs with e4m3 scales take a global scale from the checkpoint")
     if x.numel() == 0:
         return x
     tokens = x.detach().reshape(-1, x.shape[-1])
     n_tokens, n_features = tokens.shape
-    blocks = as_blocks(tokens, _as_weight_scheme(scheme).block_of(n_tokens, n_features))
-    if scheme.scale == "e8m0":
-        scale, zero = _power_of_two(blocks, scheme.grid), None
-    else:
-        scale, zero = minmax_scale(blocks, scheme.grid, symmetric=scheme.symmetric)
-    values = scheme.grid.nearest(scaled_blocks(blocks, scale, zero))
-    if zero is not None:
-        values -= zero.to(x.dtype)[:, None, :, None]
-    values *= scale[:, None, :, None]
-    return values.flatten(2).flatten(0, 1)[:, :n_features].reshape(x.shape)
-
-
-def _power_of_two(blocks: Tensor, grid: Grid) -> Tensor:
-    """Return the MX scale [R, G] of each block [R, r, G, c], in the dtype of the blocks."""
-    mantissa, exponent = torch.frexp(blocks.abs().amax(dim=(1, 3)).to(torch.float32))
-    exponent += (mantissa >= 0.875).to(exponent.dtype) - 1  # mantissas of `frexp` begin at a half
-    exponent = (exponent - int(math.log2(grid.high))).clamp(-127, 127)
-    scale = torch.ldexp(torch.ones_like(mantissa), exponent).to(blocks.dtype)
-    scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-    return torch.where(mantissa.isfinite(), scale, torch.nan)
+    weight_scheme = _as_weight_scheme(scheme)
+    blocks = as_blocks(tokens, weight_scheme.block_of(n_tokens, n_features))
+    scales = block_scales(blocks, weight_scheme, shared=None, outer=outer)
+    values = scheme.grid.nearest(scaled_blocks(blocks, scales.divisor, scales.zero, scheme.grid))
+    if scales.zero is not None:
+        values -= scales.zero.to(x.dtype)[:, None, :, None]
+    values *= scales.divisor[:, None, :, None]
+    return values.flatten(2).flatten(0, 1)[:, :n_features].reshape(x.shape).to(x.dtype)
 
 
 def fake_quantize_static(x: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -96,6 +92,66 @@ def fake_quantize_static(x: Tensor, grid: Grid, scale: Tensor, zero: Tensor | No
     return (values * scale).to(x.dtype)
 
 
+def constant_input_scale(
+    scheme: InputScheme, absmax: float, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the number that a checkpoint holds for an input, from the largest |x| it covers.
+
+    What is larger is clipped. With e4m3 scales, groups whose largest |x| is below absmax / 28672
+    lose precision, since their scale is subnormal, and below absmax / 917504 become zeros.
+
+    Args:
+        scheme: A symmetric scheme that `needs_scale`.
+        absmax: Largest |x|; 0 for an input that was never anything else.
+        dtype: dtype of a fixed scale; a global scale is float32.
+
+    Returns:
+        [1]: the fixed scale, a multiplier; with e4m3 scales the global scale, a divisor.
+
+    Raises:
+        ConfigError: `absmax` is no number that an input can reach.
+    """
+    assert scheme.needs_scale, f"a dynamic {scheme.granularity} scheme computes its scales"
+    assert scheme.symmetric, "a zero point takes a smallest and a largest value"
+    if not (math.isfinite(absmax) and absmax >= 0):
+        raise ConfigError(f"the largest |x| of an input is `{absmax}`, expected a finite number")
+    reach = torch.full((1,), absmax, dtype=torch.float32 if scheme.scale == "e4m3" else dtype)
+    if not bool(reach.isfinite()):
+        raise ConfigError(
+            f"the largest |x| of an input is `{absmax}`, which `{dtype}` does not hold",
+            hint="use bfloat16 or float32",
+        )
+    if scheme.scale == "e4m3":
+        return global_scale(torch.cat([-reach, reach]))
+    return minmax_scale(-reach, reach, scheme.grid, symmetric=True)[0]
+
+
+def default_absmax(scheme: InputScheme) -> float | None:
+    """Return a largest |x| that serves without data; None if there is none for a scheme.
+
+    Fixed scales decide the precision of everything, so that they have none. A global scale only
+    moves the range of e4m3 scales: see `NVFP4_ABSMAX`.
+    """
+    return NVFP4_ABSMAX if scheme.scale == "e4m3" else None
+
+
+def with_input_scale(tensor: QuantTensor, scheme: InputScheme, absmax: float) -> QuantTensor:
+    """Return a weight with the number that the checkpoint holds for its input.
+
+    Args:
+        tensor: A weight; a fixed scale gets the dtype of its scales.
+        scheme: As in `constant_input_scale`.
+        absmax: As in `constant_input_scale`.
+    """
+    is_float = tensor.scale.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    dtype = tensor.scale.dtype if is_float else tensor.rounded_to
+    return replace(
+        tensor,
+        input_scale=constant_input_scale(scheme, absmax, dtype=dtype),
+        evaluation=replace(tensor.evaluation, input="/" if scheme.scale == "e4m3" else "*"),
+    )
+
+
 def token_codes(x: Tensor, scheme: InputScheme) -> tuple[Tensor, Tensor]:
     """Quantize [M, K] per token; return codes [M, K] and scales [M, 1] in x's dtype."""
     assert scheme.granularity == "token", f"per-token codes of a {scheme.granularity} scheme"
@@ -106,12 +162,26 @@ def token_codes(x: Tensor, scheme: InputScheme) -> tuple[Tensor, Tensor]:
 
 def _as_weight_scheme(scheme: InputScheme) -> WeightScheme:
     """Tokens are rows: a token scale is a channel scale, a feature group a block of one row."""
+    granularity: Granularity = "tensor" if scheme.granularity == "tensor" else "channel"
+    block = None
     if scheme.granularity == "group":
         assert scheme.group_size is not None, "a group scheme has a group size"
-        return WeightScheme(grid=scheme.grid, granularity="block", block=(1, scheme.group_size))
-    if scheme.granularity == "token":
-        return WeightScheme(grid=scheme.grid, granularity="channel")
-    return WeightScheme(grid=scheme.grid, granularity="tensor")
+        granularity, block = "block", (1, scheme.group_size)
+    return WeightScheme(
+        grid=scheme.grid,
+        granularity=granularity,
+        symmetric=scheme.symmetric,
+        block=block,
+        scale=scheme.scale,
+    )
 
 
-__all__ = ["fake_quantize", "fake_quantize_static", "token_codes"]
+__all__ = [
+    "NVFP4_ABSMAX",
+    "constant_input_scale",
+    "default_absmax",
+    "fake_quantize",
+    "fake_quantize_static",
+    "token_codes",
+    "with_input_scale",
+]

@@ -25,6 +25,8 @@ _E3M2_MAGNITUDES = (
     *((1 + mantissa / 4) * 2.0**exponent for exponent in range(-2, 5) for mantissa in range(4)),
 )
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_EXPONENT = 0x7F800000  # its bits in a float32
+_NARROW = {"e2m1": (1, 0), "e2m3": (3, 0), "e3m2": (2, -2)}  # mantissa bits, smallest exponent
 
 
 @dataclass(frozen=True)
@@ -74,23 +76,53 @@ class Grid:
             [...] values of the grid in the same dtype, in a new tensor. The sign of a zero is kept.
         """
         clamped = self._clamped(scaled)
+        if self.table is not None:
+            return self._nearest_narrow(clamped)
         return clamped.to(self.storage).to(scaled.dtype) if self.is_float8 else clamped.round_()
 
     def round(self, scaled: Tensor) -> Tensor:
         """Return the codes of the nearest values, see `nearest`.
 
         Args:
-            scaled: [...] any float dtype. The code of NaN in an integer grid means nothing.
+            scaled: [...] any float dtype. The code of NaN in an integer grid or in one of fewer
+                than 8 bits means nothing.
 
         Returns:
             [...] codes in the grid's storage dtype.
         """
         clamped = self._clamped(scaled)
+        if self.table is not None:
+            return self._narrow_codes(self._nearest_narrow(clamped))
         return (clamped if self.is_float8 else clamped.round_()).to(self.storage)
 
     def _clamped(self, scaled: Tensor) -> Tensor:
-        assert self.table is None, f"rounding to the table grid {self.name} is not built"
+        has_formula = self.table is None or self.name in _NARROW
+        assert has_formula, f"rounding to the table grid {self.name} is not built"
         return scaled.clamp(self.low, self.high)
+
+    def _nearest_narrow(self, clamped: Tensor) -> Tensor:
+        """Round to a float of few bits: to a multiple of the step at the number's exponent."""
+        mantissa_bits, smallest = _NARROW[self.name]
+        sums = clamped.abs().to(torch.float32)
+        # A sum with 2^(exponent + 23 - mantissa bits) has this step as its own: the addition
+        # rounds, ties to even, and the subtraction is exact.
+        rounder = (sums.view(torch.int32) & _EXPONENT).clamp_(min=(127 + smallest) << 23)
+        rounder = rounder.add_((23 - mantissa_bits) << 23).view(torch.float32)
+        return sums.add_(rounder).sub_(rounder).to(clamped.dtype).copysign_(clamped)
+
+    def _narrow_codes(self, values: Tensor) -> Tensor:
+        """Codes of values of the grid: their places among the multiples of its smallest step."""
+        assert self.table is not None, "narrow floats have a table"
+        mantissa_bits, smallest = _NARROW[self.name]
+        per_unit = 2.0 ** (mantissa_bits - smallest)
+        last = int(self.high * per_unit)
+        places = torch.zeros(last + 1, dtype=torch.uint8)
+        for code, value in enumerate(self.table[: len(self.table) // 2]):
+            places[int(value * per_unit)] = code
+        multiples = (values.abs() * per_unit).to(torch.int32).clamp_(0, last)  # NaN is no number
+        codes = places.to(values.device).index_select(0, multiples.reshape(-1))
+        signs = values.signbit().to(torch.uint8) << (self.bits - 1)
+        return codes.reshape(values.shape).bitwise_or_(signs)
 
 
 def int_grid(bits: int) -> Grid:

@@ -3,57 +3,84 @@
     symmetric    scale = max|w| / ((high - low) / 2)            code = round(w / scale)
     asymmetric   scale = (max - min) / (high - low)             code = round(w / scale + zero)
                  zero  = round(low - min / scale)
+    e8m0         scale = 2^(floor(log2(max|w|)) - floor(log2(high))), one more where the largest
+                 |w| is 1.75 times its power of two or above (1.9375 times for e2m3)
+    e4m3         scale = e4m3(global * max|w| / high)           code = round(w / (scale / global))
+                 global = 2688 / max|w| of all that share it; 2688 = 448 * 6, the largest e4m3
+                 times the largest e2m1
 
 where zero is always inside [min, max]. Every operation happens in the weight's own dtype, and
-rounds to it: in bfloat16, `w / scale` is a bfloat16 number before it is rounded to a code.
-All-zero groups, and groups whose scale underflows, get the dtype's eps as their scale.
+rounds to it: in bfloat16, `w / scale` is a bfloat16 number before it is rounded to a code. With
+e4m3 scales it happens in float32 from `global * ...` on. Scales that are or become zero are
+replaced: floats by their dtype's eps, e4m3 by 0.125, powers of two by 1.
 
-Source: `calculate_qparams` and `quantize` of compressed-tensors 0.20.1, `memoryless_minmax` of
-llm-compressor 0.14.
+One value for a whole tensor (granularity "tensor", the global scale of NVFP4) comes from the range
+of everything that shares it, see `shared_range`. A weight may then be quantized in slices of rows
+with the same result, and the members of a fused group get the same global scale.
+
+Source: `calculate_qparams`, `generate_gparam`, `generate_mx_scales` and `quantize` of
+compressed-tensors 0.20.1, `memoryless_minmax` and `get_global_scale` of llm-compressor 0.14.
 
 Letters: R blocks of rows, G groups of columns, r and c rows and columns of one block.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from quantload.errors import ConfigError, NonFiniteWeight
 from quantload.quant.chunks import row_chunks
-from quantload.quant.grid import Grid
+from quantload.quant.grid import E2M3, Grid
 from quantload.quant.qtensor import Evaluation, QuantTensor
+from quantload.quant.scales import BlockScales, block_scales, global_scale, shared_range
 from quantload.quant.scheme import WeightScheme
 
 
-def quantize_rtn(weight: Tensor, scheme: WeightScheme) -> QuantTensor:
+def quantize_rtn(
+    weight: Tensor, scheme: WeightScheme, *, shared: Tensor | None = None
+) -> QuantTensor:
     """Quantize a weight to the nearest codes.
 
     Args:
-        weight: [N, K] float dtype. Scales get its dtype.
-        scheme: Grid, granularity and symmetry. A partial last block is allowed only for
-            granularity "block".
+        weight: [N, K] bfloat16, float16 or float32; or a slice of rows of one, a multiple of the
+            rows of a block. Float scales get its dtype.
+        scheme: Grid, granularity, symmetry and kind of scales. A partial last block is allowed only
+            for granularity "block".
+        shared: [2] smallest and largest value of everything that shares one scale for the tensor,
+            see `shared_range`; used where `scheme.shares_range`. None takes those of `weight`.
 
     Returns:
-        The quantized weight; it evaluates in the weight's dtype.
+        The quantized weight. It evaluates as the reader of compressed-tensors does: in the weight's
+        dtype, with e8m0 scales in bfloat16, with e4m3 scales in float32, rounded to bfloat16.
 
     Raises:
-        ConfigError: The group size does not divide K.
-        NonFiniteWeight: The weight holds NaN or infinity, or max - min overflows its dtype.
+        ConfigError: The group size does not divide K, or the weight leaves the stated range.
+        NonFiniteWeight: The weight holds NaN or infinity, or its scale overflows the dtype.
     """
-    quantized = round_to_nearest(weight, scheme)
-    if not bool(quantized.scale.isfinite().all()):  # min and max carry NaN into the scale
-        raise _not_finite(weight)
+    own = shared_range(weight) if scheme.shares_range else None
+    if own is not None and not _is_finite(own):  # e4m3 scales are clamped: they do not tell
+        raise _not_finite(weight, scheme)
+    if own is not None and shared is not None:
+        _check_range(own, shared)
+    quantized = round_to_nearest(weight, scheme, shared=own if shared is None else shared)
+    if not _is_finite(quantized.scale):  # min and max carry NaN into the scale
+        raise _not_finite(weight, scheme)
     return quantized
 
 
-def round_to_nearest(tensor: Tensor, scheme: WeightScheme) -> QuantTensor:
+def round_to_nearest(
+    tensor: Tensor, scheme: WeightScheme, *, shared: Tensor | None = None
+) -> QuantTensor:
     """Quantize without a look at the values: nothing waits for the device.
 
     Args:
         tensor: [N, K] float dtype. Where a block holds NaN or infinity, its scale is not finite
-            and its codes mean nothing.
+            and its codes mean nothing; e4m3 scales need a finite range to tell.
         scheme: As in `quantize_rtn`.
+        shared: As in `quantize_rtn`.
 
     Raises:
         ConfigError: The group size does not divide K.
@@ -66,23 +93,42 @@ def round_to_nearest(tensor: Tensor, scheme: WeightScheme) -> QuantTensor:
             f"group size does not divide the input width: {n_columns} columns, group {block[1]}",
             hint="take the scheme from `Scheme.fitted`, which falls to a group size that divides",
         )
+    if scheme.shares_range and shared is None:
+        shared = shared_range(tensor)
+    outer = global_scale(shared) if shared is not None and scheme.scale == "e4m3" else None
+    is_whole = scheme.granularity == "tensor"
     codes = torch.empty(tensor.shape, dtype=scheme.grid.storage, device=tensor.device)
-    scales, zeros = [], []
-    for start, stop in row_chunks((n_rows, n_columns), tensor.device, multiple=block[0]):
-        blocks = as_blocks(tensor[start:stop], block)
-        scale, zero = minmax_scale(blocks, scheme.grid, symmetric=scheme.symmetric)
-        rounded = scheme.grid.round(scaled_blocks(blocks, scale, zero))
+    found: list[BlockScales] = []
+    multiple = 1 if is_whole else block[0]
+    for start, stop in row_chunks((n_rows, n_columns), tensor.device, multiple=multiple):
+        rows = (stop - start, n_columns) if is_whole else block
+        blocks = as_blocks(tensor[start:stop], rows)
+        scales = block_scales(blocks, scheme, shared=shared if is_whole else None, outer=outer)
+        scaled = scaled_blocks(blocks, scales.divisor, scales.zero, scheme.grid)
+        rounded = scheme.grid.round(scaled)
         codes[start:stop] = rounded.flatten(2).flatten(0, 1)[: stop - start, :n_columns]
-        scales.append(scale)
-        zeros += [] if zero is None else [zero]
+        found.append(scales)
+    found = found[:1] if is_whole else found
+    zeros = [scales.zero for scales in found if scales.zero is not None]
     return QuantTensor(
         grid=scheme.grid,
         codes=codes,
-        scale=torch.cat(scales),
+        scale=torch.cat([scales.stored for scales in found]),
         zero=torch.cat(zeros) if zeros else None,
+        outer=None if outer is None else outer.reshape(1, 1),
         block=block,
-        evaluation=Evaluation(dtype=tensor.dtype),
+        evaluation=evaluation_of(scheme, tensor.dtype),
     )
+
+
+def evaluation_of(scheme: WeightScheme, dtype: torch.dtype) -> Evaluation:
+    """Return how compressed-tensors evaluates a weight that was quantized in `dtype`."""
+    if scheme.scale == "e8m0":
+        return Evaluation(dtype=torch.bfloat16)
+    if scheme.scale == "e4m3":
+        floats = torch.float32
+        return Evaluation(dtype=floats, outer="scale/", result=torch.bfloat16, scale=floats)
+    return Evaluation(dtype=dtype)
 
 
 def as_blocks(tensor: Tensor, block: tuple[int, int]) -> Tensor:
@@ -94,43 +140,41 @@ def as_blocks(tensor: Tensor, block: tuple[int, int]) -> Tensor:
     return torch.unflatten(torch.unflatten(tensor, 1, (-1, block[1])), 0, (-1, block[0]))
 
 
-def minmax_scale(blocks: Tensor, grid: Grid, *, symmetric: bool) -> tuple[Tensor, Tensor | None]:
-    """Return scale and zero point of each block.
-
-    Args:
-        blocks: [R, r, G, c] float dtype.
-        grid: Its range is spread over the values of a block.
-        symmetric: True if there is no zero point.
-
-    Returns:
-        Scale [R, G] in the dtype of the blocks; zero [R, G] in the grid's storage dtype, or None.
-    """
-    low, high = blocks.amin(dim=(1, 3)), blocks.amax(dim=(1, 3))
-    nothing = torch.zeros_like(low)
-    low, high = torch.minimum(low, nothing), torch.maximum(high, nothing)
-    # NOTE: the divisor is a tensor on the same device. CUDA divides by a Python number through
-    # its reciprocal, which rounds differently.
-    steps = torch.full((), grid.high - grid.low, dtype=low.dtype, device=low.device)
-    if symmetric:
-        return _without_zeros(torch.maximum(low.abs(), high.abs()) / (steps / 2)), None
-    scale = (high - low) / steps
-    zero = (grid.low - low / scale).clamp(grid.low, grid.high).nan_to_num(0.0)  # 0 / 0: all zero
-    return _without_zeros(scale), zero.round().to(grid.storage)
-
-
-def scaled_blocks(blocks: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+def scaled_blocks(blocks: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
     """Return blocks / scale + zero as a new tensor [R, r, G, c], in units of a code."""
     scaled = blocks / scale[:, None, :, None]
-    if zero is None:
-        return scaled.add_(0.0)  # -0.0 becomes 0.0, as where the original adds a zero point of 0
-    return scaled.add_(zero.to(blocks.dtype)[:, None, :, None])
+    if zero is not None:
+        return scaled.add_(zero.to(blocks.dtype)[:, None, :, None])
+    # -0.0 becomes 0.0, as where the original adds a zero point of 0; its e2m3 has none to add
+    return scaled if grid == E2M3 else scaled.add_(0.0)
 
 
-def _without_zeros(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+# -- refusals --------------------------------------------------------------------------------------
 
 
-def _not_finite(weight: Tensor) -> NonFiniteWeight:
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.to(torch.float32).isfinite().all())
+
+
+def _check_range(own: Tensor, shared: Tensor) -> None:
+    """Refuse a range that is not finite, or that the weight leaves: codes would be clipped."""
+    low, high, least, greatest = torch.cat([shared, own.to(shared.device)]).tolist()
+    if not math.isfinite(low) or not math.isfinite(high):
+        raise NonFiniteWeight(
+            f"what shares a scale with a weight reaches from {low} to {high}, expected finite "
+            "values",
+            hint="another part of the weight, or another member of its fused group, holds NaN or "
+            "infinity; `keep` copies tensors as they are",
+        )
+    if least < low or greatest > high:
+        raise ConfigError(
+            f"a weight reaches from {least:.4g} to {greatest:.4g}, but the stated range of what "
+            f"shares its scale is {low:.4g} to {high:.4g}",
+            hint="take `shared_range` of every part, and `merged_range` of these",
+        )
+
+
+def _not_finite(weight: Tensor, scheme: WeightScheme) -> NonFiniteWeight:
     count = int((~weight.isfinite()).sum())
     if count:
         return NonFiniteWeight(
@@ -138,6 +182,13 @@ def _not_finite(weight: Tensor) -> NonFiniteWeight:
             "expected finite values",
             hint="the checkpoint is damaged or was saved after a failed step; "
             "`keep` copies the tensor as it is",
+        )
+    if scheme.scale == "e8m0":
+        largest = float(weight.abs().max())
+        return NonFiniteWeight(
+            f"a block of a weight reaches {largest:.4g}, whose power of two overflows "
+            f"`{weight.dtype}`, expected a finite scale",
+            hint="convert the weight to a wider dtype first, or take a scheme with float scales",
         )
     return NonFiniteWeight(
         f"max - min of a block of a weight overflows `{weight.dtype}`, expected a finite scale",

@@ -1,9 +1,15 @@
 """Schemes: how one weight, and the input it meets, are quantized.
 
-Names and defaults of the presets are those of compressed-tensors 0.20.1
+Names and parameters of the presets are those of compressed-tensors 0.20.1
 (`quantization/quant_scheme.py`); a test holds them equal.
 
-A scheme is written NAME or NAME:gSIZE (group size) or NAME:channel, for example `W4A16:g64`.
+    W4A16       bits of weights and inputs; 16 leaves inputs as they are
+    FP8, FP8_DYNAMIC, FP8_BLOCK     e4m3 with scales of floats
+    NVFP4       e2m1, an e4m3 scale for 16 columns, one float for the tensor
+    MXFP4, MXFP6, MXFP8             e2m1, e2m3 or e4m3, a power of two for 32 columns
+
+A scheme is written NAME or NAME:gSIZE (group size) or NAME:channel, for example `W4A16:g64`. The
+groups of NVFP4 and MX formats have one size only.
 `dense` is full precision, `same` is what the source has, with equal values. `keep` is not a scheme:
 it is the decision for full precision.
 """
@@ -15,8 +21,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from quantload.errors import ConfigError, UnknownScheme, listed
-from quantload.quant.grid import E4M3, INT8, Grid, int_grid
+from quantload.errors import ConfigError, UnknownScheme
+from quantload.quant.grid import E2M1, E2M3, E4M3, INT8, Grid, int_grid
 
 SERVED_GROUP_SIZES = (128, 64, 32)  # what serving engines have kernels for
 
@@ -65,6 +71,14 @@ class WeightScheme:
             case granularity:
                 return f"one scale a {'row' if granularity == 'channel' else granularity}"
 
+    @property
+    def shares_range(self) -> bool:
+        """True if one value of the tensor comes from the range of all of it.
+
+        That of NVFP4 is also one for all members of a fused group.
+        """
+        return self.granularity == "tensor" or self.scale == "e4m3"
+
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
         """Return how many rows and columns of a [rows, columns] weight share one scale."""
         match self.granularity:
@@ -101,6 +115,14 @@ class InputScheme:
     symmetric: bool = True
     scale: ScaleKind = "float"
 
+    @property
+    def needs_scale(self) -> bool:
+        """True if the checkpoint holds a number for the input of each layer.
+
+        It is the fixed scale, or the global scale of e4m3 scales.
+        """
+        return not self.dynamic or self.scale == "e4m3"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
@@ -127,58 +149,80 @@ class Scheme:
         """Return the scheme that fits a weight with this many columns.
 
         Where the group size does not divide `columns`, the largest of 128, 64 and 32 that does is
-        taken. None if there is none.
+        taken, unless the format has one size only. None if there is none.
         """
         if self.weight is None or self.weight.granularity != "group":
             return self
         assert self.weight.group_size is not None, "a group scheme has a group size"
-        for size in (self.weight.group_size, *SERVED_GROUP_SIZES):
+        others = SERVED_GROUP_SIZES if self.weight.scale == "float" else ()
+        for size in (self.weight.group_size, *others):
             if columns % size == 0:
                 return replace(self, weight=replace(self.weight, group_size=size))
         return None
 
 
-def _weight_only(name: str, bits: int, *, symmetric: bool = True) -> Scheme:
-    return Scheme(
-        name=name,
-        weight=WeightScheme(
-            grid=int_grid(bits), granularity="group", group_size=128, symmetric=symmetric
-        ),
+# -- presets ---------------------------------------------------------------------------------------
+
+
+def _groups(bits: int, *, symmetric: bool = True) -> WeightScheme:
+    return WeightScheme(
+        grid=int_grid(bits), granularity="group", group_size=128, symmetric=symmetric
     )
 
+
+def _microscaled(grid: Grid) -> WeightScheme:
+    return WeightScheme(grid=grid, granularity="group", group_size=32, scale="e8m0")
+
+
+def _microscaled_input(grid: Grid) -> InputScheme:
+    return InputScheme(grid=grid, granularity="group", group_size=32, scale="e8m0")
+
+
+_TOKENS_INT4 = InputScheme(grid=int_grid(4), granularity="token")
+_TOKENS_INT8 = InputScheme(grid=INT8, granularity="token")
+_TOKENS_FP8 = InputScheme(grid=E4M3, granularity="token")
+_GROUPS_FP8 = InputScheme(grid=E4M3, granularity="group", group_size=128)
+_STATIC_FP8 = InputScheme(grid=E4M3, granularity="tensor", dynamic=False)
+_NVFP4 = WeightScheme(grid=E2M1, granularity="group", group_size=16, scale="e4m3")
+_NVFP4_INPUT = InputScheme(grid=E2M1, granularity="group", group_size=16, scale="e4m3")
+
+_QUANTIZED: dict[str, tuple[WeightScheme, InputScheme | None]] = {
+    **{f"W{bits}A16": (_groups(bits), None) for bits in range(2, 9)},
+    "W4A16_ASYM": (_groups(4, symmetric=False), None),
+    **{f"W{bits}A8": (_groups(bits), _TOKENS_INT8) for bits in range(2, 8)},
+    "W8A8": (WeightScheme(grid=INT8, granularity="channel"), _TOKENS_INT8),
+    **{f"W{bits}A4": (_groups(bits), _TOKENS_INT4) for bits in range(2, 5)},
+    "W4AFP8": (_groups(4), _TOKENS_FP8),
+    "FP8": (WeightScheme(grid=E4M3, granularity="tensor"), _STATIC_FP8),
+    "FP8_DYNAMIC": (WeightScheme(grid=E4M3, granularity="channel"), _TOKENS_FP8),
+    "FP8_BLOCK": (WeightScheme(grid=E4M3, granularity="block", block=(128, 128)), _GROUPS_FP8),
+    "NVFP4A16": (_NVFP4, None),
+    "NVFP4": (_NVFP4, _NVFP4_INPUT),
+    "MXFP4A16": (_microscaled(E2M1), None),
+    "MXFP4": (_microscaled(E2M1), _microscaled_input(E2M1)),
+    "MXFP4XFP8": (_microscaled(E2M1), _GROUPS_FP8),
+    "MXFP6A16": (_microscaled(E2M3), None),
+    "MXFP6A8": (_microscaled(E2M3), _microscaled_input(E4M3)),
+    "MXFP8A16": (_microscaled(E4M3), None),
+    "MXFP8": (_microscaled(E4M3), _microscaled_input(E4M3)),
+}
 
 DENSE = Scheme(name="dense")
 SAME = Scheme(name="same")  # what the source has, with the same values
+ALIASES = {"INT8": "W8A8"}
 
 PRESETS: dict[str, Scheme] = {
-    scheme.name: scheme
-    for scheme in (
-        DENSE,
-        SAME,
-        _weight_only("W4A16", 4),
-        _weight_only("W4A16_ASYM", 4, symmetric=False),
-        _weight_only("W8A16", 8),
-        Scheme(
-            name="W8A8",
-            weight=WeightScheme(grid=INT8, granularity="channel"),
-            input=InputScheme(grid=INT8, granularity="token"),
-        ),
-        Scheme(
-            name="FP8_DYNAMIC",
-            weight=WeightScheme(grid=E4M3, granularity="channel"),
-            input=InputScheme(grid=E4M3, granularity="token"),
-        ),
-        Scheme(
-            name="FP8_BLOCK",
-            weight=WeightScheme(grid=E4M3, granularity="block", block=(128, 128)),
-            input=InputScheme(grid=E4M3, granularity="group", group_size=128),
-        ),
-    )
+    "dense": DENSE,
+    "same": SAME,
+    **{
+        name: Scheme(name=name, weight=weight, input=input)
+        for name, (weight, input) in _QUANTIZED.items()
+    },
 }
 
 
 def scheme_of(weight: WeightScheme, input: InputScheme | None, *, name: str = "") -> Scheme:
-    """Return the scheme with its preset's name, if it is one or differs in the group size only.
+    """Return the scheme with its preset's name, if it is one or differs in what shares a scale.
 
     Args:
         weight: How the weight is quantized.
@@ -186,19 +230,30 @@ def scheme_of(weight: WeightScheme, input: InputScheme | None, *, name: str = ""
         name: Name of a scheme that is none of the presets; "" makes one of grid and input.
     """
     for preset in PRESETS.values():
-        if preset.weight is None or preset.input != input:
-            continue
-        same = _kind(weight) == _kind(preset.weight)
-        kinds = {weight.granularity, preset.weight.granularity}
-        if same and (len(kinds) == 1 or (kinds == {"group", "channel"} and input is None)):
+        if preset.weight is not None and preset.input == input and _is_like(weight, preset.weight):
             return Scheme(name=preset.name, weight=weight, input=input)
     if not name:
         name = weight.grid.name + (f", input {input.grid.name}" if input else "")
     return Scheme(name=name, weight=weight, input=input)
 
 
-def _kind(weight: WeightScheme) -> tuple[Grid, bool, ScaleKind]:
-    return weight.grid, weight.symmetric, weight.scale
+def _is_like(weight: WeightScheme, preset: WeightScheme) -> bool:
+    """True if a weight is written as the preset and a suffix, `:g64` or `:channel`."""
+    if (weight.grid, weight.symmetric, weight.scale) != (
+        preset.grid,
+        preset.symmetric,
+        preset.scale,
+    ):
+        return False
+    if weight.scale != "float":
+        return (weight.granularity, weight.group_size) == (preset.granularity, preset.group_size)
+    return weight.granularity == preset.granularity or (weight.granularity, preset.granularity) == (
+        "channel",
+        "group",
+    )
+
+
+# -- names -----------------------------------------------------------------------------------------
 
 
 def parse_scheme(text: str, *, group_size: int | None = None) -> Scheme:
@@ -214,12 +269,13 @@ def parse_scheme(text: str, *, group_size: int | None = None) -> Scheme:
     """
     name, colon, suffix = (part.strip().lower() for part in text.partition(":"))
     by_lower = {preset.lower(): preset for preset in PRESETS}
+    by_lower |= {alias.lower(): preset for alias, preset in ALIASES.items()}
     if name not in by_lower:
         near = difflib.get_close_matches(name, by_lower, n=1, cutoff=0.5)
         hint = f"did you mean `{by_lower[near[0]]}`? " if near else ""
         raise UnknownScheme(
             f"no such scheme: `{text}`",
-            hint=f"{hint}schemes are {listed(PRESETS, limit=20)}; `keep` is full precision",
+            hint=f"{hint}`quantload schemes` lists all; `keep` is full precision",
         )
     scheme = PRESETS[by_lower[name]]
     if group_size is not None:
@@ -237,6 +293,11 @@ def _with_suffix(scheme: Scheme, suffix: str, text: str) -> Scheme:
         raise ConfigError(
             f"scheme `{scheme.name}` takes no group size: found `{text}`",
             hint="only group-wise schemes such as `W4A16` take `:g64` or `:channel`",
+        )
+    if weight.scale != "float" and suffix != f"g{weight.group_size}":
+        raise ConfigError(
+            f"scheme `{scheme.name}` has groups of {weight.group_size} only: found `{text}`",
+            hint="leave the group size out",
         )
     if suffix == "channel":
         return replace(scheme, weight=replace(weight, granularity="channel", group_size=None))

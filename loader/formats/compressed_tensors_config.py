@@ -43,10 +43,10 @@ from quantload.loader.formats.compressed_tensors_arguments import (
     weight_arguments,
     written_format,
 )
-from quantload.loader.formats.compressed_tensors_presets import NAMED_SCHEMES, named_scheme
+from quantload.loader.formats.compressed_tensors_presets import NAMED_SCHEMES
 from quantload.loader.formats.matching import matches_regex
 from quantload.quant.scheme import DENSE as FULL_PRECISION
-from quantload.quant.scheme import Scheme
+from quantload.quant.scheme import Scheme, scheme_of
 
 WRITTEN_VERSION = "0.20.1"  # whose layouts are written
 FusedNames = Mapping[str, Sequence[str]]
@@ -261,7 +261,7 @@ def _parse_group(name: str, entry: Any, default: Any) -> Group:  # noqa: ANN401 
     return Group(
         name=name,
         targets=targets,
-        scheme=named_scheme(
+        scheme=scheme_of(
             parse_weight(weights, layout, name),
             None
             if inputs is None

@@ -21,7 +21,7 @@ from quantload.loader.output_files import Leaf
 from quantload.quant.grid import Grid
 from quantload.quant.packing import pack_dense, words_dense
 from quantload.quant.qtensor import QuantTensor
-from quantload.quant.scheme import Scheme, WeightScheme
+from quantload.quant.scheme import InputScheme, Scheme, WeightScheme
 
 _SCALE_DTYPES = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 
@@ -58,6 +58,17 @@ def layout(scheme: Scheme, shape: tuple[int, int], scale_dtype: torch.dtype) -> 
             leaves["weight_zero_point"] = Leaf(torch.int32, packed_shape)
     if weight.act_order:
         leaves["weight_g_idx"] = Leaf(torch.int32, (columns,))
+    return leaves | _input_layout(scheme.input, scale_dtype)
+
+
+def _input_layout(input: InputScheme | None, scale_dtype: torch.dtype) -> dict[str, Leaf]:
+    if input is None or not input.needs_scale:
+        return {}
+    if input.scale == "e4m3":
+        return {"input_global_scale": Leaf(torch.float32, (1,))}
+    leaves = {"input_scale": Leaf(scale_dtype, (1,))}
+    if not input.symmetric:
+        leaves["input_zero_point"] = Leaf(input.grid.storage, (1,))
     return leaves
 
 
@@ -66,14 +77,15 @@ def encode(tensor: QuantTensor, scheme: Scheme) -> dict[str, Tensor]:
 
     Args:
         tensor: On the scheme's grid, in its blocks, with scales of its kind and integer zero
-            points; see `compressed_tensors_lossless` for any other.
+            points; see `compressed_tensors_lossless` for any other. With the fixed scale of its
+            input, if the scheme has one, see `with_input_scale` of `quant/activation`.
         scheme: How it is quantized.
     """
     weight, format_name, bits = weight_of(scheme), written_format(scheme), tensor.grid.bits
     scale = tensor.scale if weight.granularity != "tensor" else tensor.scale.reshape(1)
     leaves = {"weight_scale": scale.view(torch.uint8) if weight.scale == "e8m0" else scale}
     if format_name == PACKED:
-        leaves["weight_packed"] = pack_dense(_unsigned(tensor.codes, tensor.grid), bits)
+        leaves["weight_packed"] = pack_dense(tensor.codes, bits, signed=True)
         leaves["weight_shape"] = torch.tensor(tensor.shape, dtype=torch.int64)
     elif format_name in (NVFP4, MXFP4, MXFP6):
         leaves["weight_packed"] = pack_dense(tensor.codes, bits).view(torch.uint8)
@@ -85,6 +97,21 @@ def encode(tensor: QuantTensor, scheme: Scheme) -> dict[str, Tensor]:
         leaves["weight_zero_point"] = _encoded_zero(tensor.zero, tensor.grid, weight, format_name)
     if weight.act_order:
         leaves["weight_g_idx"] = _group_numbers(tensor)
+    return leaves | _input_leaves(tensor, scheme.input)
+
+
+def _input_leaves(tensor: QuantTensor, input: InputScheme | None) -> dict[str, Tensor]:
+    if input is None or not input.needs_scale:
+        return {}
+    assert tensor.input_scale is not None, "what meets a fixed input scale has it"
+    scale, is_divisor = tensor.input_scale, tensor.evaluation.input == "/"
+    if input.scale == "e4m3":
+        scale = scale.to(torch.float32)
+        return {"input_global_scale": (scale if is_divisor else 1 / scale).reshape(1)}
+    leaves = {"input_scale": (1 / scale if is_divisor else scale).reshape(1)}
+    if not input.symmetric:
+        assert tensor.input_zero is not None, "a fixed scale without symmetry has a zero point"
+        leaves["input_zero_point"] = tensor.input_zero.to(input.grid.storage).reshape(1)
     return leaves
 
 

@@ -34,14 +34,13 @@ from quantload.errors import NotLossless, ShapeError
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.formats.compressed_tensors_canonical import canonical
 from quantload.loader.formats.compressed_tensors_encode import encode, layout
-from quantload.loader.formats.compressed_tensors_presets import named_scheme
 from quantload.loader.formats.compressed_tensors_shapes import weight_of
 from quantload.loader.output_files import Leaf
 from quantload.loader.source import FLOAT_DTYPES, SourceWeight
 from quantload.quant.chunks import row_chunks
 from quantload.quant.grid import E2M1, E2M3, E4M3, Grid, int_grid
 from quantload.quant.qtensor import QuantTensor
-from quantload.quant.scheme import InputScheme, ScaleKind, Scheme, WeightScheme
+from quantload.quant.scheme import InputScheme, ScaleKind, Scheme, WeightScheme, scheme_of
 
 _MICROSCALED = (E2M1, E2M3, E4M3)
 _INPUT_GRIDS = (E2M1, E2M3, E4M3)
@@ -76,7 +75,7 @@ def planned_scheme(weight: SourceWeight, *, act_order: bool = False) -> Scheme:
     target = _expressed(
         replace(stored, symmetric=symmetric, zero="int"), weight.shape, act_order=act_order
     )
-    return named_scheme(target, _kept_input(weight.scheme.input, weight.leaves))
+    return scheme_of(target, _kept_input(weight.scheme.input, weight.leaves))
 
 
 def why_not_planned(weight: SourceWeight, *, act_order: bool = False) -> str | None:
@@ -102,15 +101,8 @@ def lossless_layout(
     divisor = tensors.get(weight.leaves.get("weight_global_scale", ""))
     if divisor is not None and "weight_global_scale" in leaves:
         leaves["weight_global_scale"] = Leaf(torch.float32, divisor.shape and (1,))
-    input = scheme.input
-    if input is None or (input.dynamic and input.scale != "e4m3"):
-        return leaves
-    if input.scale == "e4m3":
-        return leaves | {"input_global_scale": Leaf(torch.float32, (1,))}
-    dtype = tensors[weight.leaves["input_scale"]].dtype
-    leaves["input_scale"] = Leaf(dtype, (1,))
-    if not input.symmetric:
-        leaves["input_zero_point"] = Leaf(input.grid.storage, (1,))
+    if "input_scale" in leaves:
+        leaves["input_scale"] = Leaf(tensors[weight.leaves["input_scale"]].dtype, (1,))
     return leaves
 
 
@@ -205,7 +197,7 @@ def lossless_scheme(
     Raises:
         NotLossless: compressed-tensors has nothing of this kind.
     """
-    scheme = named_scheme(_expressed(_stored(tensor), tensor.shape, act_order=act_order), input)
+    scheme = scheme_of(_expressed(_stored(tensor), tensor.shape, act_order=act_order), input)
     reason = why_not_lossless(tensor, scheme)
     if reason is not None:
         raise NotLossless(reason)
@@ -266,29 +258,22 @@ def encode_lossless(
     if planned is not None and weight_of(scheme).scale == "float":
         scale_dtype = planned["weight_scale"].dtype
     written = _checked(tensor, scheme, scale_dtype)
-    leaves = encode(written, scheme)
+    leaves = encode(_with_input_of(written, tensor), scheme)
     if "weight_global_scale" in leaves and written.evaluation.dtype != torch.float32:
         leaves["weight_global_scale"] = leaves["weight_global_scale"].reshape(())
-    leaves |= _input_leaves(tensor, scheme.input)
     made = {leaf: Leaf(part.dtype, tuple(part.shape)) for leaf, part in leaves.items()}
     if planned is not None and made != dict(planned):
         raise NotLossless(f"its tensors are {made}, planned were {dict(planned)}")
     return leaves
 
 
-def _input_leaves(tensor: QuantTensor, input: InputScheme | None) -> dict[str, Tensor]:
-    if input is None or tensor.input_scale is None:
-        return {}
-    scale, is_divisor = tensor.input_scale, tensor.evaluation.input == "/"
-    if input.scale == "e4m3":
-        scale = scale.to(torch.float32)
-        return {"input_global_scale": (scale if is_divisor else 1 / scale).reshape(1)}
-    if input.dynamic:
-        return {}
-    leaves = {"input_scale": (1 / scale if is_divisor else scale).reshape(1)}
-    if not input.symmetric and tensor.input_zero is not None:
-        leaves["input_zero_point"] = tensor.input_zero.to(input.grid.storage).reshape(1)
-    return leaves
+def _with_input_of(written: QuantTensor, tensor: QuantTensor) -> QuantTensor:
+    return replace(
+        written,
+        input_scale=tensor.input_scale,
+        input_zero=tensor.input_zero,
+        evaluation=replace(written.evaluation, input=tensor.evaluation.input),
+    )
 
 
 def _checked(

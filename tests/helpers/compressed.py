@@ -23,6 +23,7 @@ def library():
         compute_dynamic_scales_and_zp=helpers.compute_dynamic_scales_and_zp,
         dequantize=forward.dequantize,
         fake_quantize=forward.fake_quantize,
+        generate_gparam=helpers.generate_gparam,
         pack_to_int32=packing.pack_to_int32,
         preset_name_to_scheme=quant_scheme.preset_name_to_scheme,
         quantize=forward.quantize,
@@ -40,7 +41,7 @@ def quantized(weight, args):
 
     Args:
         weight: [N, K] float dtype.
-        args: QuantizationArgs of strategy "group", "channel" or "block".
+        args: QuantizationArgs of integers or e4m3.
     """
     low, high = _range(weight, args)
     scale, zero = library().calculate_qparams(low, high, args)
@@ -48,10 +49,42 @@ def quantized(weight, args):
     return codes, scale, zero, library().dequantize(codes, scale, zero, args)
 
 
-def fake_quantized(x, args):
-    """A dynamically quantized input [B, T, K], dequantized again."""
-    scale, zero = library().compute_dynamic_scales_and_zp(x, args, module=None)
-    return library().fake_quantize(x, scale, zero, args)
+def produced(weight, theirs, layout, *, fused=()):
+    """The tensors of a module as llm-compressor makes and compressed-tensors stores them, by leaf.
+
+    Args:
+        weight: [N, K] float dtype.
+        theirs: The library's scheme.
+        layout: Name of the format.
+        fused: Weights that share a global scale with it.
+
+    Returns:
+        The tensors; None where a scale is not finite.
+    """
+    args, outer = theirs.weights, None
+    low, high = _range(weight, args)
+    if args.strategy == "tensor_group":
+        largest = max(member.abs().max() for member in (weight, *fused))
+        outer = library().generate_gparam(-largest.reshape(1), largest.reshape(1))
+    scale, zero = library().calculate_qparams(low, high, args, global_scale=outer)
+    if not scale.isfinite().all():
+        return None
+    state = {"weight": weight, "weight_scale": scale.to(weight.dtype), "weight_zero_point": zero}
+    if outer is not None:
+        state["weight_global_scale"] = outer
+    return compressors()[layout].compress(state, theirs)
+
+
+def fake_quantized(x, args, outer=None):
+    """A dynamically quantized input [B, T, K], dequantized again.
+
+    Args:
+        x: The input.
+        args: QuantizationArgs.
+        outer: [1], the global scale of NVFP4.
+    """
+    scale, zero = library().compute_dynamic_scales_and_zp(x, args, module=None, global_scale=outer)
+    return library().fake_quantize(x, scale, zero, args, global_scale=outer)
 
 
 @cache
@@ -105,6 +138,8 @@ def _range(weight, args):
         low = torch.stack([torch.stack([part.amin() for part in rows]) for rows in blocks])
         high = torch.stack([torch.stack([part.amax() for part in rows]) for rows in blocks])
         return low, high
-    size = args.group_size if args.strategy == "group" else weight.shape[1]
+    if args.strategy == "tensor":
+        return weight.amin().reshape(1), weight.amax().reshape(1)
+    size = args.group_size if "group" in args.strategy else weight.shape[1]
     groups = weight.unflatten(1, (-1, size))
     return torch.amin(groups, dim=-1), torch.amax(groups, dim=-1)

@@ -10,12 +10,31 @@ from hypothesis import strategies as st
 from oracles import same_bits
 
 from quantload.errors import CheckpointError, ConfigError, NonFiniteWeight
+from quantload.loader.formats.compressed_tensors_arguments import written_format
+from quantload.loader.formats.compressed_tensors_encode import encode
 from quantload.quant import chunks
+from quantload.quant.activation import with_input_scale
 from quantload.quant.grid import INT8, int_grid
 from quantload.quant.rtn import quantize_rtn, round_to_nearest
+from quantload.quant.scales import merged_range, shared_range
 from quantload.quant.scheme import PRESETS, WeightScheme, parse_scheme
 
-NAMES = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK")
+NAMES = (
+    "W2A16",
+    "W3A16",
+    "W4A16",
+    "W4A16_ASYM",
+    "W8A16",
+    "W8A8",
+    "FP8",
+    "FP8_DYNAMIC",
+    "FP8_BLOCK",
+    "NVFP4",
+    "MXFP4A16",
+    "MXFP6A16",
+    "MXFP8A16",
+)  # every weight of a preset but for more widths of integers
+SHARING = ("FP8", "NVFP4")  # one value of the tensor comes from all of it
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -28,13 +47,39 @@ def assert_equal(weight, scheme, args):
         return
     ours = quantize_rtn(weight, scheme)
     assert same_bits(ours.codes, codes)
-    assert same_bits(ours.scale, scale)
+    assert same_bits(ours.scale.reshape(scale.shape), scale)
     assert same_bits(ours.dequantize(), values)
     if scheme.symmetric:
         assert ours.zero is None
         assert not zero.to(torch.float32).any()
     else:
         assert same_bits(ours.zero, zero)
+
+
+def weight_leaves(tensor, scheme):
+    """The tensors of a module but for the number of its input."""
+    if scheme.input is not None and scheme.input.needs_scale:
+        tensor = with_input_scale(tensor, scheme.input, 1.0)
+    leaves = encode(tensor, scheme)
+    return {leaf: part for leaf, part in leaves.items() if leaf.startswith("weight")}
+
+
+def assert_stored_equal(weight, name):
+    """Ours is stored in the very bytes of theirs, and means the same; or both cannot scale."""
+    scheme, theirs = PRESETS[name], compressed.preset(name)
+    layout = written_format(scheme)
+    leaves = compressed.produced(weight, theirs, layout)
+    if leaves is None:
+        with pytest.raises(NonFiniteWeight):
+            quantize_rtn(weight, scheme.weight)
+        return
+    ours = quantize_rtn(weight, scheme.weight)
+    stored = weight_leaves(ours, scheme)
+    assert set(stored) == set(leaves)
+    for leaf, expected in leaves.items():
+        assert same_bits(stored[leaf], expected), leaf
+    values = compressed.compressors()[layout].decompress(leaves, theirs)["weight"]
+    assert same_bits(ours.dequantize(), values)
 
 
 def normal(dtype):
@@ -84,6 +129,16 @@ def largest(dtype):
     return weight
 
 
+def one_outlier(dtype):
+    weight = torch.randn(40, 256) * 1e-4
+    weight[17, 77] = -6e4
+    return weight.to(dtype)
+
+
+def ties(dtype):
+    return (torch.randint(-28, 29, (40, 256)) / 4).to(dtype)
+
+
 def uneven(dtype):
     return (torch.randn(40, 256) * 10.0 ** torch.linspace(-6, 4, 256)).to(dtype)
 
@@ -101,13 +156,15 @@ def uneven(dtype):
         subnormal,
         huge,
         largest,
+        one_outlier,
+        ties,
         uneven,
     ],
 )
 def test_presets_equal_compressed_tensors(make, name, dtype):
     weight = make(dtype)
     assert weight.isfinite().all()
-    assert_equal(weight, PRESETS[name].weight, compressed.preset(name).weights)
+    assert_stored_equal(weight, name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,7 +202,7 @@ def test_any_finite_weight_equals_compressed_tensors(data, name, dtype, spread):
     weight = data.draw(weights_of_bits(dtype))
     if spread >= 0:  # else all exponents: nearly every weight is zero beside the largest
         weight = torch.frexp(weight.to(torch.float64)).mantissa.to(dtype) * 2.0**-spread
-    assert_equal(weight, PRESETS[name].weight, compressed.preset(name).weights)
+    assert_stored_equal(weight, name)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -169,6 +226,61 @@ def test_chunks_do_not_show(name, monkeypatch):
     assert in_chunks.block == whole.block
     for part, expected in whole.tensors().items():
         assert same_bits(in_chunks.tensors()[part], expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slices_of_rows_are_slices_of_the_whole(name, dtype):
+    scheme, weight = PRESETS[name].weight, torch.randn(300, 256).to(dtype)
+    weight[200, 3] = 40.0
+    cuts = [(0, 128), (128, 256), (256, 300)]
+    shared = merged_range([shared_range(weight[start:stop]) for start, stop in cuts])
+    assert same_bits(shared, shared_range(weight))
+    whole = quantize_rtn(weight, scheme)
+    for start, stop in cuts:
+        part = quantize_rtn(weight[start:stop], scheme, shared=shared)
+        expected = whole.rows(start, stop)
+        assert part.evaluation == expected.evaluation
+        assert part.tensors().keys() == expected.tensors().keys()
+        for field, tensor in expected.tensors().items():
+            assert same_bits(part.tensors()[field], tensor), field
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_members_of_a_fused_group_share_a_global_scale(dtype):
+    q, k, v = (torch.randn(8, 64).to(dtype) * scale for scale in (1.0, 3.0, 0.1))
+    scheme = PRESETS["NVFP4"]
+    shared = merged_range(shared_range(member) for member in (q, k, v))
+    theirs = compressed.preset("NVFP4A16")
+    for member, others in ((q, (k, v)), (k, (q, v)), (v, (q, k))):
+        ours = quantize_rtn(member, scheme.weight, shared=shared)
+        leaves = compressed.produced(member, theirs, written_format(scheme), fused=others)
+        stored = weight_leaves(ours, scheme)
+        assert set(stored) == set(leaves)
+        assert all(same_bits(stored[leaf], leaves[leaf]) for leaf in leaves)
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_a_stated_range_covers_the_weight(name):
+    scheme, weight = PRESETS[name].weight, torch.ones(2, 32)
+    weight[1, 1] = -3.0
+    with pytest.raises(ConfigError) as error:
+        quantize_rtn(weight, scheme, shared=torch.tensor([-2.0, 5.0]))
+    assert str(error.value) == (
+        "a weight reaches from -3 to 1, but the stated range of what shares its scale is -2 to 5"
+        "\n\nhint: take `shared_range` of every part, and `merged_range` of these"
+    )
+    with pytest.raises(NonFiniteWeight, match="another part of the weight, or another member"):
+        quantize_rtn(weight, scheme, shared=torch.tensor([-torch.inf, 5.0]))
+    weight[0, 0] = torch.inf
+    with pytest.raises(NonFiniteWeight, match="1 of 64 elements of a weight are NaN or infinite"):
+        quantize_rtn(weight, scheme, shared=torch.tensor([-3.0, 5.0]))
+
+
+def test_a_stated_range_means_nothing_without_a_value_of_the_tensor():
+    weight, scheme = torch.randn(2, 128), PRESETS["W4A16"].weight
+    ours = quantize_rtn(weight, scheme, shared=torch.tensor([0.0, 0.0]))
+    assert same_bits(ours.codes, quantize_rtn(weight, scheme).codes)
 
 
 def test_a_tensor_scale_is_that_of_one_row():
@@ -231,6 +343,19 @@ def test_a_range_that_overflows_is_never_quantized(dtype):
     assert str(error.value) == (
         f"max - min of a block of a weight overflows `{dtype}`, expected a finite scale\n\n"
         "hint: convert the weight to float32 first, or take a symmetric scheme"
+    )
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 57344.0), (torch.bfloat16, 3.3e38)])
+def test_a_power_of_two_that_overflows_is_never_stored(dtype, most):
+    weight = torch.ones(2, 64, dtype=dtype)
+    weight[1, 3] = -most
+    with pytest.raises(NonFiniteWeight) as error:
+        quantize_rtn(weight, PRESETS["MXFP4"].weight)
+    assert str(error.value) == (
+        f"a block of a weight reaches {float(-weight[1, 3]):.4g}, whose power of two overflows "
+        f"`{dtype}`, expected a finite scale\n\n"
+        "hint: convert the weight to a wider dtype first, or take a scheme with float scales"
     )
 
 

@@ -4,40 +4,43 @@ from dataclasses import replace
 
 import compressed
 import pytest
+import torch
 
 from quantload.errors import ConfigError, UnknownScheme
 from quantload.quant.grid import E4M3, INT8, int_grid
 from quantload.quant.scheme import (
+    ALIASES,
     DENSE,
     PRESETS,
     SERVED_GROUP_SIZES,
     InputScheme,
     WeightScheme,
     parse_scheme,
+    scheme_of,
 )
 
-ALL_NAMES = (
-    "`FP8_BLOCK`, `FP8_DYNAMIC`, `W4A16`, `W4A16_ASYM`, `W8A16`, `W8A8`, `dense`, `same`; "
-    "`keep` is full precision"
-)
+QUANTIZED = [name for name, scheme in PRESETS.items() if scheme.weight is not None]
+SCALE_DTYPES = {"float": None, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 
 
 def described(scheme):
     """A scheme of ours in the words of compressed-tensors."""
     block = getattr(scheme, "block", None)
+    dynamic = getattr(scheme, "dynamic", False)
     return {
         "num_bits": scheme.grid.bits,
-        "type": "float" if scheme.grid.is_float8 else "int",
+        "type": "int" if scheme.grid.is_integer else "float",
         "symmetric": scheme.symmetric,
-        "strategy": scheme.granularity,
+        "strategy": "tensor_group" if scheme.scale == "e4m3" else scheme.granularity,
         "group_size": scheme.group_size,
         "block_structure": None if block is None else list(block),
-        "dynamic": getattr(scheme, "dynamic", False),
+        "dynamic": "local" if dynamic and scheme.scale == "e4m3" else dynamic,
         "actorder": None,
+        "scale_dtype": SCALE_DTYPES[scheme.scale],
     }
 
 
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"dense", "same"}))
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_presets_are_those_of_compressed_tensors(name):
     theirs = compressed.preset(name)
     assert PRESETS[name].name == name
@@ -49,15 +52,50 @@ def test_presets_are_those_of_compressed_tensors(name):
             assert args is None
             continue
         assert described(ours) == {name: getattr(args, name) for name in described(ours)}
-        assert (args.scale_dtype, args.pytorch_dtype()) == (None, ours.grid.storage)
+        if ours.grid.bits == 8 or ours.grid.is_integer:
+            assert args.pytorch_dtype() == ours.grid.storage
     assert theirs.output_activations is None
 
 
-def test_dense_and_same_are_the_only_presets_of_our_own():
-    shared = set(PRESETS) & set(compressed.library().PRESET_SCHEMES)
-    assert shared == {"W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK"}
-    assert set(PRESETS) - shared == {"dense", "same"}
+def test_all_presets_of_compressed_tensors_and_two_of_our_own():
+    theirs = set(compressed.library().PRESET_SCHEMES)
+    assert set(QUANTIZED) | set(ALIASES) | {"UNQUANTIZED"} == theirs
+    assert set(PRESETS) - set(QUANTIZED) == {"dense", "same"}
     assert (DENSE.weight, DENSE.input) == (None, None)
+    for alias, name in ALIASES.items():
+        assert (
+            compressed.library().PRESET_SCHEMES[alias]
+            is (compressed.library().PRESET_SCHEMES[name])
+        )
+        assert parse_scheme(alias) is PRESETS[name]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_presets_are_found_by_what_they_are(name):
+    scheme = PRESETS[name]
+    assert scheme_of(scheme.weight, scheme.input) == scheme
+    if scheme.weight.granularity == "group":
+        other = replace(scheme.weight, group_size=64)
+        is_free = scheme.weight.scale == "float"
+        assert (scheme_of(other, scheme.input).name == name) == is_free
+        channel = replace(scheme.weight, granularity="channel", group_size=None)
+        expected = f"{name}:channel" if is_free else None
+        if name in ("W8A16", "W4A8", "W4A16_ASYM"):
+            assert str(scheme_of(channel, scheme.input)) == expected
+
+
+def test_what_is_no_preset_is_named_by_its_grids():
+    weight = replace(PRESETS["W8A8"].weight, granularity="tensor")
+    assert scheme_of(weight, None).name == "int8"
+    assert scheme_of(weight, PRESETS["FP8"].input).name == "int8, input e4m3"
+    assert scheme_of(weight, None, name="mine").name == "mine"
+
+
+def test_what_shares_one_number_for_the_tensor():
+    shared = {name for name in QUANTIZED if PRESETS[name].weight.shares_range}
+    assert shared == {"FP8", "NVFP4", "NVFP4A16"}
+    inputs = {name: PRESETS[name].input for name in QUANTIZED if PRESETS[name].input is not None}
+    assert {name for name, input in inputs.items() if input.needs_scale} == {"FP8", "NVFP4"}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +158,10 @@ def test_a_scheme_prints_as_it_is_written(text):
 def test_unknown_schemes_name_a_near_one(text, hint):
     with pytest.raises(UnknownScheme) as error:
         parse_scheme(text)
-    assert str(error.value) == (f"no such scheme: `{text}`\n\nhint: {hint}schemes are {ALL_NAMES}")
+    assert str(error.value) == (
+        f"no such scheme: `{text}`\n\nhint: {hint}`quantload schemes` lists all; "
+        "`keep` is full precision"
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,6 +231,18 @@ def test_unknown_schemes_name_a_near_one(text, hint):
             "unknown scheme suffix: `g-64` in `W4A16, group_size = -64`, expected `g` and a "
             "number, or `channel`\n\nhint: for example `W4A16:g64`",
         ),
+        (
+            "NVFP4:g32",
+            None,
+            "scheme `NVFP4` has groups of 16 only: found `NVFP4:g32`\n\n"
+            "hint: leave the group size out",
+        ),
+        (
+            "MXFP8A16:channel",
+            None,
+            "scheme `MXFP8A16` has groups of 32 only: found `MXFP8A16:channel`\n\n"
+            "hint: leave the group size out",
+        ),
     ],
 )
 def test_group_sizes_that_make_no_sense(text, size, message):
@@ -224,6 +277,14 @@ def test_a_group_size_falls_to_one_that_divides(text, columns, size):
         assert fitted == parse_scheme("W4A16", group_size=size)
 
 
+@pytest.mark.parametrize(("name", "size"), [("NVFP4", 16), ("MXFP4A16", 32), ("MXFP8", 32)])
+def test_groups_of_one_size_only_fit_or_do_not(name, size):
+    scheme = parse_scheme(name)
+    assert parse_scheme(f"{name}:g{size}") == scheme
+    assert scheme.fitted(size * 3) == scheme
+    assert scheme.fitted(size * 3 // 2) is None
+
+
 @pytest.mark.parametrize("text", ["dense", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16:channel"])
 def test_schemes_without_groups_fit_any_width(text):
     scheme = parse_scheme(text)
@@ -236,6 +297,8 @@ def test_the_group_sizes_that_engines_serve():
 
 def test_inputs_are_dynamic_and_symmetric_unless_said_otherwise():
     scheme = InputScheme(grid=E4M3, granularity="token")
+    assert not scheme.needs_scale
+    assert replace(scheme, dynamic=False).needs_scale
     assert (scheme.dynamic, scheme.symmetric, scheme.group_size) == (True, True, None)
 
 

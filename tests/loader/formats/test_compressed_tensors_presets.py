@@ -17,9 +17,9 @@ from quantload.loader.formats.compressed_tensors_config import (
     parse_config,
     validate_config,
 )
-from quantload.loader.formats.compressed_tensors_presets import NAMED_SCHEMES, named_scheme
+from quantload.loader.formats.compressed_tensors_presets import NAMED_SCHEMES
 from quantload.quant.grid import E2M1, E4M3, int_grid
-from quantload.quant.scheme import DENSE, InputScheme, WeightScheme
+from quantload.quant.scheme import DENSE, InputScheme, WeightScheme, scheme_of
 
 QUANTIZED = [name for name, scheme in NAMED_SCHEMES.items() if scheme.weight is not None]
 
@@ -37,7 +37,7 @@ def test_named_schemes_are_those_of_the_library(name):
     weight = parse_weight(weights, layout, "g")
     input = None if inputs is None else parse_input(inputs, "g")
     assert (weight, input) == (NAMED_SCHEMES[name].weight, NAMED_SCHEMES[name].input)
-    assert named_scheme(weight, input).name == {"INT8": "W8A8"}.get(name, name)
+    assert scheme_of(weight, input).name == {"INT8": "W8A8"}.get(name, name)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -51,8 +51,8 @@ def test_formats_are_inferred_as_by_the_library(name):
     expected = infer_module_format(Linear, theirs).value
     assert infer_format(arguments, has_inputs=has_inputs) == expected
     assert expected in READ_FORMATS
-    fp8_alone = expected == "naive-quantized"
-    assert written_format(NAMED_SCHEMES[name]) == ("float-quantized" if fp8_alone else expected)
+    is_packed = expected == "int-quantized" and theirs.weights.num_bits < 8
+    assert written_format(NAMED_SCHEMES[name]) == ("pack-quantized" if is_packed else expected)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -97,7 +97,7 @@ def test_what_is_generated_is_parsed_back(name):
     ],
 )
 def test_arguments_there_and_back(weight, input):
-    scheme = named_scheme(weight, input)
+    scheme = scheme_of(weight, input)
     layout = written_format(scheme)
     assert parse_weight(weight_arguments(weight), layout, "g") == weight
     if input is not None:
