@@ -13,6 +13,10 @@ from quantload.errors import SourceNotFound
 
 _PART = r"[A-Za-z0-9_][\w.-]*"  # `./model` and `../model` are paths
 _HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>[\w./-]+))?", re.ASCII)
+_CACHED = re.compile(
+    r"/models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})\Z",
+    re.ASCII,
+)
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "*.tiktoken"]
 _WANTED += ["LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"]
 _PICKLED = ["*.bin", "*.bin.index.json", "*.pt", "*.pth"]
@@ -81,3 +85,16 @@ def fetch_snapshot(hub_id: str, *, pickled: bool = False) -> Path:
     except transport as error:
         raise SourceNotFound(f"{at_revision} cannot be fetched from the hub: {error}") from error
     return Path(folder)
+
+
+def hub_origin(folder: Path) -> tuple[str, str] | None:
+    """Return the repository OWNER/NAME and the commit that a folder of the hub cache holds.
+
+    Args:
+        folder: `.../models--OWNER--NAME/snapshots/COMMIT`, as huggingface_hub lays out its cache.
+
+    Returns:
+        None for any other folder.
+    """
+    match = _CACHED.search(folder.absolute().as_posix())
+    return (f"{match['owner']}/{match['name']}", match["commit"]) if match else None

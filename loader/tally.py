@@ -1,0 +1,88 @@
+"""Where the bytes of a source go: quantized, copied, decoded to full precision, or dropped.
+
+Each stored tensor is counted once; together they are the source, and that is asserted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from quantload.loader.plan import Plan, PlanRow
+
+Use = Literal["quantized", "copied", "decoded", "dropped"]
+USES: tuple[Use, ...] = ("quantized", "copied", "decoded", "dropped")
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Bytes of tensor data of a source, by what becomes of them.
+
+    Args:
+        total: Bytes of all tensors of the source.
+        reasons: Bytes and number of tensors by use and by reason, for people.
+    """
+
+    total: int
+    reasons: Mapping[tuple[Use, str], tuple[int, int]]
+
+    def of(self, use: Use) -> int:
+        """Return the bytes of one use."""
+        return sum(size for (kind, _), (size, _) in self.reasons.items() if kind == use)
+
+
+def tally(plan: Plan) -> Tally:
+    """Say what becomes of every tensor of a source."""
+    tensors = plan.source.checkpoint.tensors
+    uses: dict[str, tuple[Use, str]] = {}
+    for name, use, reason in _uses(plan):
+        known = uses.get(name)
+        # a weight that two modules share (a head that was tied) counts as what is done most to it
+        if known is None or USES.index(use) < USES.index(known[0]):
+            uses[name] = use, reason
+    sizes: Counter[tuple[Use, str]] = Counter()
+    counts: Counter[tuple[Use, str]] = Counter()
+    for name, entry in tensors.items():
+        use = uses.get(name, ("dropped", "part of no weight that is written"))
+        sizes[use] += entry.num_bytes
+        counts[use] += 1
+    found = Tally(
+        total=sum(entry.num_bytes for entry in tensors.values()),
+        reasons={use: (sizes[use], counts[use]) for use in sorted(sizes, key=_order)},
+    )
+    assert sum(map(found.of, USES)) == found.total, "what becomes of a source does not add up"
+    return found
+
+
+def _order(use: tuple[Use, str]) -> tuple[int, str]:
+    return USES.index(use[0]), use[1]
+
+
+def _uses(plan: Plan) -> Iterator[tuple[str, Use, str]]:
+    """Yield (tensor of the source, what becomes of it, why)."""
+    weights = plan.source.weights
+    for row in plan.rows:
+        if row.read_from not in weights:
+            yield row.read_from, "copied", _reason(row)
+            continue
+        weight = weights[row.read_from]
+        use: Use = "copied"
+        if row.scheme is not None and not row.keeps_values:
+            use = "quantized"
+        elif row.scheme is None and weight.is_quantized:
+            use = "decoded"
+        for leaf, name in weight.leaves.items():
+            if not row.keeps_values and ("input" in leaf or "activation" in leaf):
+                yield name, "dropped", "fixed input scale of the source's own scheme"
+            else:
+                yield name, use, _reason(row)
+    for tensor in plan.plain:
+        yield tensor.source, "copied", "norms, biases and other small tensors"
+
+
+def _reason(row: PlanRow) -> str:
+    if row.scheme is not None:
+        return f"to {row.scheme}" if not row.keeps_values else f"same values, as {row.scheme}"
+    return row.reason
