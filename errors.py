@@ -17,6 +17,7 @@
     |   +-- UnusedRule             a rule that matches no module
     |   +-- RuleSplitsStack        a rule that quantizes q/k/v or gate/up differently
     +-- OutputError                the output folder cannot be used or written
+    +-- UploadError                an output cannot be uploaded to the hub
     +-- ShapeError                 shapes do not fit each other
     +-- ModelError                 transformers cannot build or run the model
     +-- AccuracyError              a measured error is above its limit
@@ -110,6 +111,10 @@ class OutputError(QuantloadError, OSError):
 
     def __str__(self) -> str:  # OSError would print a tuple of its arguments
         return str(self.args[0])
+
+
+class UploadError(QuantloadError):
+    """An output cannot be uploaded to the hub."""
 
 
 class ShapeError(QuantloadError, ValueError):

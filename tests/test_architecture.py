@@ -46,7 +46,7 @@ FENCED = {  # third-party package -> the only places that may import it
     "transformers": TRANSFORMERS,
     "tokenizers": ("loader/gguf_tokenizer.py",),
     "safetensors": ("loader/safetensors_header.py",),
-    "huggingface_hub": ("loader/hub.py",),
+    "huggingface_hub": ("loader/hub.py", "loader/push.py"),
     "gguf": ("loader/gguf_", "loader/formats/gguf.py"),
     "compressed_tensors": ("loader/formats/compressed_tensors_config.py",),
     "click": ("cli",),

@@ -1,0 +1,335 @@
+"""What a conversion will take: bytes are exact, memory is a bound, time is measured on a sample.
+
+The probe reads some pieces of the source, quantizes rows of its own weights with the quantizer that
+the conversion uses, hashes, and writes a few megabytes where the output will lie (a temporary file,
+removed at once). All rates are those of one thread. It takes about a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantload.errors import QuantloadError
+from quantload.loader.plan import Plan, PlanRow
+from quantload.quant.qtensor import QuantTensor
+from quantload.quant.rtn import quantize_rtn
+
+_SAMPLES = 32  # places of the source that are looked at
+_PIECE = 1 << 20
+_PAGE = 1 << 12
+_CHUNK = 1 << 21  # bytes of a weight that are quantized
+_WRITTEN = 1 << 22
+_READ_SECONDS = 0.3
+_LARGEST_DECODED = 1 << 27  # bytes of a weight that is decoded for the probe
+_ROWS = 128  # a multiple of the rows that any block or packing takes together
+_FULL = "full precision"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What was measured on this machine, in bytes per second and thread.
+
+    Args:
+        read: Source.
+        cached: Share of the sampled pages of the source that were in the page cache; None where the
+            system does not tell.
+        convert: Source bytes that are decoded, quantized and packed, by scheme; "full precision"
+            for quantized weights that are decoded only. Schemes that could not be tried are left
+            out.
+        sha256: Hashing.
+        write: Output, into the page cache.
+        flush: Output, until it is on the disk.
+        free: Bytes that are free where the output will lie.
+        obstacle: Why writing could not be measured; "" if it was.
+        seconds: What the probe took.
+    """
+
+    read: float
+    cached: float | None
+    convert: Mapping[str, float]
+    sha256: float
+    write: float | None
+    flush: float | None
+    free: int | None
+    obstacle: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Seconds that a conversion takes, without verification.
+
+    Args:
+        threads: Threads that it was computed for.
+        read, convert, write, flush, sha256: Seconds of each part.
+        low: If the parts overlap, and the output stays in the page cache.
+        high: If they do not, and the output is on the disk at the end.
+        not_tried: Schemes that were counted with the rate of the slowest other.
+    """
+
+    threads: int
+    read: float
+    convert: float
+    write: float
+    flush: float
+    sha256: float
+    low: float
+    high: float
+    not_tried: tuple[str, ...]
+
+
+def peak_memory(plan: Plan, *, budget: int) -> int:
+    """Return a bound of the memory that a conversion takes above the interpreter's own, in bytes.
+
+    Args:
+        plan: What is carried out.
+        budget: Bytes for all work that runs at a time.
+    """
+    largest = max((row.source_bytes + row.output_bytes for row in plan.rows), default=0)
+    return budget + largest
+
+
+def estimate(plan: Plan, rates: Rates, *, threads: int) -> Estimate | None:
+    """Return how long a conversion takes.
+
+    Args:
+        plan: What is carried out.
+        rates: From `probe`.
+        threads: Tasks that run at a time.
+
+    Returns:
+        None if nothing could be written, or none of several schemes could be tried.
+    """
+    if rates.write is None or rates.flush is None:
+        return None
+    work = _converted_bytes(plan)
+    not_tried = tuple(sorted(work.keys() - rates.convert.keys()))
+    if not_tried and not rates.convert:
+        return None
+    slowest = min(rates.convert.values(), default=0.0)
+    read = sum(t.num_bytes for t in plan.source.checkpoint.tensors.values()) / rates.read
+    convert = sum(size / rates.convert.get(name, slowest) for name, size in work.items()) / threads
+    write, flush = plan.output_bytes / rates.write, plan.output_bytes / rates.flush
+    hashed = plan.output_bytes / rates.sha256 / min(threads, len(plan.files))
+    return Estimate(
+        threads=threads,
+        read=read,
+        convert=convert,
+        write=write,
+        flush=flush,
+        sha256=hashed,
+        low=max(read / threads, convert, write / threads) + hashed,
+        high=read + convert + flush + hashed,
+        not_tried=not_tried,
+    )
+
+
+def _converted_bytes(plan: Plan) -> Counter[str]:
+    """Return the source bytes that go through a decoder or quantizer, by scheme."""
+    work: Counter[str] = Counter()
+    for name, rows in _rows_by_scheme(plan).items():
+        work[name] = sum(row.source_bytes for row in rows)
+    return work
+
+
+def _rows_by_scheme(plan: Plan) -> dict[str, list[PlanRow]]:
+    """Return the rows whose bytes change, by scheme."""
+    found: dict[str, list[PlanRow]] = {}
+    for row in plan.rows:
+        if row.scheme is not None and not row.keeps_values:
+            found.setdefault(str(row.scheme), []).append(row)
+        elif row.scheme is None and _is_quantized(plan, row):
+            found.setdefault(_FULL, []).append(row)
+    return found
+
+
+def _is_quantized(plan: Plan, row: PlanRow) -> bool:
+    weight = plan.source.weights.get(row.read_from)
+    return weight is not None and weight.is_quantized
+
+
+def probe(plan: Plan, output: Path) -> Rates:
+    """Measure what this machine does with pieces of a source.
+
+    Args:
+        plan: What will be carried out.
+        output: Where it will be written; need not exist, nothing of the probe stays.
+    """
+    began = time.perf_counter()
+    cached, read = _read_rate(plan)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        convert = _convert_rates(plan)
+    finally:
+        torch.set_num_threads(threads)
+    block = os.urandom(_WRITTEN)
+    started = time.perf_counter()
+    hashlib.sha256(block).digest()
+    sha256 = len(block) / _since(started)
+    write, flush, free, obstacle = _write_rates(output, block)
+    return Rates(
+        read=read,
+        cached=cached,
+        convert=convert,
+        sha256=sha256,
+        write=write,
+        flush=flush,
+        free=free,
+        obstacle=obstacle,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _since(started: float) -> float:
+    return max(1e-9, time.perf_counter() - started)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def _read_rate(plan: Plan) -> tuple[float | None, float]:
+    """Return the share of the source in the page cache, and bytes per second of reading it."""
+    places = _places(sorted({t.file for t in plan.source.checkpoint.tensors.values()}))
+    held = [_is_cached(path, start) for path, start in places]
+    known = [state for state in held if state is not None]
+    done, seconds = 0, 0.0
+    buffer = memoryview(bytearray(_PIECE))
+    for number in range(len(places)):  # far apart from each other, so that a part stands for all
+        index = number * 13 % len(places)
+        path, start = places[index]
+        with path.open("rb", buffering=0) as file:
+            began = time.perf_counter()
+            file.seek(start)
+            done += file.readinto(buffer) or 0
+            seconds += time.perf_counter() - began
+            if held[index] is False:  # leave the cache as it was: the next probe shall see it too
+                os.posix_fadvise(file.fileno(), start, _PIECE, os.POSIX_FADV_DONTNEED)
+        if seconds > _READ_SECONDS:
+            break
+    return sum(known) / len(known) if known else None, max(1, done) / max(1e-9, seconds)
+
+
+def _places(files: Sequence[Path]) -> list[tuple[Path, int]]:
+    """Return places spread evenly over the bytes of some files, at the start of a page."""
+    sizes = [path.stat().st_size for path in files]
+    found = []
+    for number in range(_SAMPLES):
+        position = (2 * number + 1) * sum(sizes) // (2 * _SAMPLES)
+        for path, size in zip(files, sizes, strict=True):
+            if position < size:
+                start = max(0, min(position, size - _PIECE))
+                found.append((path, start // _PAGE * _PAGE))
+                break
+            position -= size
+    return found
+
+
+def _is_cached(path: Path, start: int) -> bool | None:
+    """True if a page of a file is in the page cache; None where the system does not tell."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.preadv(descriptor, [bytearray(1)], start, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except (OSError, AttributeError):  # a file system or system without such reads
+        return None
+    finally:
+        os.close(descriptor)
+    return True
+
+
+# -- decoding and quantizing -----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _convert_rates(plan: Plan) -> dict[str, float]:
+    found = {}
+    for name, rows in _rows_by_scheme(plan).items():
+        direct = [row for row in rows if row.region is not None and row.scheme is not None]
+        try:
+            if direct:
+                found[name] = _rate_of_rows(plan, max(direct, key=lambda row: row.source_bytes))
+                continue
+            row = min(rows, key=lambda row: row.source_bytes)
+            if row.source_bytes <= _LARGEST_DECODED:
+                found[name] = _rate_of_decoding(plan, row)
+        except QuantloadError:  # a weight that is not finite: the conversion will say so
+            continue
+    return found
+
+
+def _rate_of_rows(plan: Plan, row: PlanRow) -> float:
+    """Return bytes per second of quantizing a weight that lies row by row in its file."""
+    weight = _first_rows(plan, row)
+    _quantize(plan, row, weight[:_ROWS])  # what is compiled, is compiled now
+    started = time.perf_counter()
+    _quantize(plan, row, weight)
+    return weight.nbytes / _since(started)
+
+
+def _first_rows(plan: Plan, row: PlanRow) -> Tensor:
+    """Read some of the first rows of a weight, in its own dtype."""
+    region = row.region
+    assert region is not None, "only such a weight lies row by row"
+    entry = plan.source.checkpoint.tensors[region.tensor]
+    width = region.columns * entry.dtype.itemsize
+    count = min(region.rows, max(1, _CHUNK // width // _ROWS) * _ROWS)
+    buffer = torch.empty(count * width, dtype=torch.uint8)
+    with entry.file.open("rb", buffering=0) as file:
+        file.seek(entry.start + region.first * entry.dtype.itemsize)
+        file.readinto(buffer.numpy().data)
+    return buffer.view(entry.dtype).reshape(count, region.columns)
+
+
+def _rate_of_decoding(plan: Plan, row: PlanRow) -> float:
+    """Return source bytes per second of decoding a weight, and of quantizing it if it has to be."""
+    started = time.perf_counter()
+    weight = plan.source.read_dense(row.read_from)
+    seconds = _since(started)
+    if row.scheme is not None:
+        count = min(len(weight), max(1, _CHUNK // max(1, weight[:1].nbytes) // _ROWS) * _ROWS)
+        part = weight[:count]
+        _quantize(plan, row, part[:_ROWS])
+        started = time.perf_counter()
+        _quantize(plan, row, part)
+        seconds += _since(started) * len(weight) / count
+    return row.source_bytes / seconds
+
+
+def _quantize(plan: Plan, row: PlanRow, weight: Tensor) -> None:
+    assert row.scheme is not None, "only quantized rows are tried"
+    assert row.scheme.weight is not None, "rows without a weight scheme have no scheme"
+    quantized: QuantTensor = quantize_rtn(weight.to(row.dtype), row.scheme.weight)
+    plan.target.encode(quantized, row.scheme, quantized.shape)
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def _write_rates(output: Path, block: bytes) -> tuple[float | None, float | None, int | None, str]:
+    """Return bytes per second into the page cache and to the disk, free bytes, what hindered."""
+    place = output.absolute()
+    while not place.is_dir():
+        place = place.parent
+    try:
+        status = os.statvfs(place)
+        with tempfile.TemporaryFile(dir=place, prefix=".quantload-probe-", buffering=0) as file:
+            started = time.perf_counter()
+            file.write(block)
+            write = _since(started)
+            os.fsync(file.fileno())
+            flush = _since(started)
+    except OSError as error:
+        return None, None, None, f"cannot write in `{place}`: {error.strerror or error}"
+    return len(block) / write, len(block) / flush, status.f_bavail * status.f_frsize, ""
