@@ -1,4 +1,4 @@
-"""AWQ: the tensors of one module. Read; AutoRound's and Quark's AWQ packing is the same.
+"""AWQ: the tensors of one module, read, and written as gemm; AutoRound and Quark pack the same.
 
 N output features, K input features, b bits, g columns of a group, G = K / g, 1 for g = -1.
 
@@ -43,11 +43,17 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch
 from quantload.loader.formats.finite import refuse_nonfinite
-from quantload.loader.formats.int_fields import check_scales, group_count, int_scheme, signed
+from quantload.loader.formats.int_fields import (
+    check_scales,
+    group_count,
+    int_scheme,
+    signed,
+    unsigned,
+)
 from quantload.loader.formats.module_leaves import ModuleLeaves
 from quantload.loader.source import FLOAT_DTYPES, SourceWeight
 from quantload.quant.grid import int_grid, uint_grid
-from quantload.quant.packing import unpack_dense, words_dense
+from quantload.quant.packing import pack_dense, unpack_dense, words_dense
 from quantload.quant.qtensor import Evaluation, QuantTensor
 
 AwqKind = Literal["gemm", "gemv", "gemv_fast"]
@@ -316,6 +322,28 @@ def _ordered(fields: Tensor, layout: AwqLayout) -> Tensor:
     return torch.unflatten(fields, 1, (-1, len(order)))[..., order].flatten(1)
 
 
+def encode_awq(tensor: QuantTensor) -> dict[str, Tensor]:
+    """Turn a weight [N, K] into the tensors of a module in gemm; undoes `decode_awq`.
+
+    Args:
+        tensor: On signed integers, in groups of columns; N a multiple of 8. Without zero points,
+            the middle is written as one, which every reader subtracts.
+    """
+    zero = torch.zeros_like(tensor.scale, dtype=torch.int8) if tensor.zero is None else tensor.zero
+    return {
+        "qweight": _shuffled_words(tensor.codes, tensor.grid.bits),
+        "qzeros": _shuffled_words(zero, tensor.grid.bits),
+        "scales": _transposed(tensor.scale),
+    }
+
+
+def _shuffled_words(codes: Tensor, bits: int) -> Tensor:
+    """[N, R] int8 to [R, N * bits / 32] int32: what `_ordered` puts in order."""
+    places = _ORDER_OF_BYTES if bits == 8 else _ORDER
+    fields = torch.unflatten(_transposed(unsigned(codes, bits)), 1, (-1, len(places)))
+    return pack_dense(fields[..., torch.tensor(places).argsort()].flatten(1), bits)
+
+
 def _unpack_fast(words: Tensor, shape: tuple[int, int]) -> Tensor:
     """[N / 4, K] int16 to the fields [N, K] uint8."""
     rows, columns = shape
@@ -331,4 +359,4 @@ def _transposed(tensor: Tensor) -> Tensor:
     return tensor.T.clone(memory_format=torch.contiguous_format)
 
 
-__all__ = ["AWQ_LEAVES", "AwqKind", "AwqLayout", "awq_weight", "decode_awq"]
+__all__ = ["AWQ_LEAVES", "AwqKind", "AwqLayout", "awq_weight", "decode_awq", "encode_awq"]

@@ -112,8 +112,14 @@ def _is_match(entry: str, pattern: re.Pattern[str] | None, name: str) -> bool:
     return pattern.match(name) is not None or name.endswith(entry)
 
 
-def _own_names(module: str) -> tuple[str, ...]:
-    """Return a module's name, and that of the layer that engines fuse it into."""
+def fused_name(module: str) -> str:
+    """Return the layer that engines fuse a module into; "" if they fuse it into none."""
     parent, dot, last = module.rpartition(".")
     fused = _FUSED.get(last)
-    return (module, f"{parent}{dot}{fused}") if fused else (module,)
+    return f"{parent}{dot}{fused}" if fused else ""
+
+
+def _own_names(module: str) -> tuple[str, ...]:
+    """Return a module's name, and that of the layer that engines fuse it into."""
+    fused = fused_name(module)
+    return (module, fused) if fused else (module,)

@@ -1,4 +1,4 @@
-"""GPTQ: the tensors of one module. Read; AutoRound's GPTQ packing is the same.
+"""GPTQ: the tensors of one module, read and written; AutoRound's GPTQ packing is the same.
 
 N output features, K input features, b bits, g columns of a group, G = ceil(K / g), 1 for g = -1.
 
@@ -42,11 +42,17 @@ import torch
 from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor, UnsupportedVariant
-from quantload.loader.formats.int_fields import check_scales, group_count, int_scheme, signed
+from quantload.loader.formats.int_fields import (
+    check_scales,
+    group_count,
+    int_scheme,
+    signed,
+    unsigned,
+)
 from quantload.loader.formats.module_leaves import ModuleLeaves
 from quantload.loader.source import FLOAT_DTYPES, SourceWeight
 from quantload.quant.grid import int_grid
-from quantload.quant.packing import unpack_dense, words_dense
+from quantload.quant.packing import pack_dense, unpack_dense, words_dense
 from quantload.quant.qtensor import Evaluation, QuantTensor
 
 GPTQ_LEAVES = ("qweight", "qzeros", "scales", "g_idx", "weight")
@@ -347,9 +353,45 @@ def _unpack(words: Tensor, layout: GptqLayout, count: int) -> Tensor:
     return fields
 
 
+def encode_gptq(tensor: QuantTensor, layout: GptqLayout) -> dict[str, Tensor]:
+    """Turn a weight [N, K] into the tensors of a module; undoes `decode_gptq`.
+
+    Args:
+        tensor: On signed integers of `layout.bits`, in its groups; columns in any order.
+        layout: Not planar. Where fields do not borrow, a zero point below the offset wraps, which
+            tools read in different ways.
+    """
+    assert not layout.is_planar, "planes are only read"
+    columns, bits = tensor.shape[1], layout.bits
+    zero = torch.zeros_like(tensor.scale, dtype=torch.int8) if tensor.zero is None else tensor.zero
+    fields = _transposed(unsigned(zero, bits))
+    if layout.zeros_borrow:
+        words = pack_dense(fields, bits).to(torch.int64) & 0xFFFFFFFF
+        zeros = (words - sum(1 << shift for shift in range(0, 32, bits))).to(torch.int32)
+    else:
+        zeros = pack_dense((fields - layout.zero_offset) & ((1 << bits) - 1), bits)
+    groups = tensor.group_of
+    if groups is None:
+        groups = (torch.arange(columns) // tensor.block[1]).to(torch.int32)
+    return {
+        "qweight": _transposed(pack_dense(unsigned(tensor.codes, bits), bits)),
+        "qzeros": zeros,
+        "scales": _transposed(tensor.scale),
+        "g_idx": groups,
+    }
+
+
 def _transposed(tensor: Tensor) -> Tensor:
     # NOTE: `contiguous` keeps the odd strides of a column of one element; packing views bytes.
     return tensor.T.clone(memory_format=torch.contiguous_format)
 
 
-__all__ = ["GPTQ_BITS", "GPTQ_LEAVES", "GptqLayout", "decode_gptq", "gptq_weight", "read_groups"]
+__all__ = [
+    "GPTQ_BITS",
+    "GPTQ_LEAVES",
+    "GptqLayout",
+    "decode_gptq",
+    "encode_gptq",
+    "gptq_weight",
+    "read_groups",
+]

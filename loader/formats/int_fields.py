@@ -58,6 +58,11 @@ def signed(fields: Tensor, bits: int) -> Tensor:
     return (fields - (1 << (bits - 1))).view(torch.int8)
 
 
+def unsigned(codes: Tensor, bits: int) -> Tensor:
+    """Undo `signed`: int8 codes to uint8 fields."""
+    return (codes.view(torch.uint8) + (1 << (bits - 1))) & ((1 << bits) - 1)
+
+
 def check_scales(scales: Tensor, codes: Tensor, name: str, checkpoint_name: str) -> None:
     """Refuse scales that cannot be a weight's.
 

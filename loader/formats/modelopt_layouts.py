@@ -225,3 +225,9 @@ def _codes(stored: Tensor, scheme: WeightScheme, shape: Shape) -> Tensor:
         return stored
     nibbles = torch.stack([stored & 15, stored >> 4], dim=1).reshape(rows, columns)
     return ((nibbles ^ 8) - 8).view(torch.int8)
+
+
+def packed_rows(codes: Tensor) -> Tensor:
+    """[N, K] int4 codes as int8 to [N/2, K] uint8: undoes `_codes`, row 2i in the low nibble."""
+    fields = codes.view(torch.uint8) & 15
+    return fields[0::2] | (fields[1::2] << 4)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from quantload.loader.output_files import Leaf
 from quantload.quant.qtensor import QuantTensor
-from quantload.quant.scheme import Scheme
+from quantload.quant.rtn import quantize_rtn
+from quantload.quant.scheme import Scheme, WeightScheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,24 @@ class Target(ABC):
             shape: (N, K).
             scale_dtype: dtype of float scales; scales of another kind have their own.
         """
+
+    def quantize(
+        self, weight: Tensor, scheme: WeightScheme, *, shared: Tensor | None = None
+    ) -> QuantTensor:
+        """Quantize a weight, or some rows of it, on scales as this format stores them.
+
+        The same weight always becomes the same codes. Unless a format says otherwise, they are
+        those of compressed-tensors, see `quant/rtn.py`.
+
+        Args:
+            weight: [N, K] bfloat16, float16 or float32, in the dtype that the model has.
+            scheme: How it is quantized; nothing stands against it, see `obstacle`.
+            shared: [2] range of what shares one scale for the tensor, as in `quantize_rtn`.
+
+        Raises:
+            NonFiniteWeight: The weight is not finite, or a scale overflows what is stored.
+        """
+        return quantize_rtn(weight, scheme, shared=shared)
 
     @abstractmethod
     def encode(
