@@ -11,7 +11,7 @@ relative to the package of the engine. What holds for one version need not hold 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from quantload.quant.scheme import InputScheme, Scheme, WeightScheme
@@ -102,6 +102,7 @@ class Engine:
         fuses: True if q/k/v, gate/up and experts run as one layer each.
         largest_global_scale: True if fused NVFP4 members share the largest of their global scales.
         methods_source: File of the table of methods.
+        sources: File that says so, by rule.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Engine:
     fuses: bool
     largest_global_scale: bool = False
     methods_source: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -129,6 +131,8 @@ def family_of(scheme: Scheme) -> str:
         pairs = {(NVFP4_WEIGHT, "nvfp4"): NVFP4, (FP8_WEIGHT, "fp8"): FP8}
         return weight if inputs == "" else pairs.get((weight, inputs), OTHER)
     if weight != INT:
+        return OTHER
+    if inputs == "" and scheme.weight.granularity not in ("channel", "group"):
         return OTHER
     bits = scheme.weight.grid.bits
     pairs_of_int = {(8, "int8"): INT8, (4, "int8"): INT4_INT8, (4, "fp8"): INT4_FP8}

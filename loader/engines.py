@@ -53,9 +53,7 @@ _VLLM_AWQ = Method(
     asymmetric=_FOUR,
     source=f"{_VLLM}/auto_awq.py",
 )
-_VLLM_INC = Method(
-    families=frozenset({INT, FP8, MXFP4, MXFP8}), source=f"{_VLLM}/inc/inc.py"
-)
+_VLLM_INC = Method(families=frozenset({INT, FP8, MXFP4, MXFP8}), source=f"{_VLLM}/inc/inc.py")
 _VLLM_METHODS = {
     "compressed-tensors": Method(
         families=frozenset(
@@ -114,6 +112,19 @@ def _plain(name: str, source: str, *, columns: int = 1) -> tuple[Kernel, ...]:
     return (Kernel(name=name, columns=columns, source=source),)
 
 
+def _int8(name: str, source: str) -> tuple[Kernel, ...]:
+    """Weights of 8 bits with quantized inputs: a row or the tensor has one scale, no zero point."""
+    return (
+        Kernel(
+            name=name,
+            symmetric=frozenset({8}),
+            asymmetric=_NONE,
+            sharing=_ROWS_OR_TENSOR,
+            source=source,
+        ),
+    )
+
+
 _VLLM_KERNEL_TABLE: _Kernels = {
     ("cuda", INT): (
         _MARLIN,
@@ -131,7 +142,7 @@ _VLLM_KERNEL_TABLE: _Kernels = {
             source=f"{_VLLM_KERNELS}/mixed_precision/humming.py",
         ),
     ),
-    ("cuda", INT8): _plain("CUTLASS or Triton int8", f"{_VLLM_KERNELS}/scaled_mm/cutlass.py"),
+    ("cuda", INT8): _int8("CUTLASS or Triton int8", f"{_VLLM_KERNELS}/scaled_mm/cutlass.py"),
     ("cuda", INT4_INT8): (
         Kernel(name="Humming", package="humming", source=f"{_VLLM_KERNELS}/mixed_precision"),
     ),
@@ -164,7 +175,29 @@ _VLLM_KERNEL_TABLE: _Kernels = {
             source=f"{_VLLM_KERNELS}/mixed_precision/cpu.py",
         ),
     ),
-    ("cpu", INT8): _plain("CPUInt8ScaledMM", f"{_VLLM_KERNELS}/scaled_mm/cpu.py"),
+    ("cpu", INT8): _int8("CPUInt8ScaledMM", f"{_VLLM_KERNELS}/scaled_mm/cpu.py"),
+    ("cpu", INT4_INT8): (
+        Kernel(
+            name="Dynamic4bit",
+            symmetric=_FOUR,
+            asymmetric=_NONE,
+            source=f"{_VLLM_KERNELS}/mixed_precision/dynamic_4bit.py",
+        ),
+    ),
+    ("cuda", "experts " + INT4_INT8): (),
+    ("cpu", "experts " + INT): (
+        Kernel(
+            name="CPU int4 experts",
+            symmetric=_FOUR,
+            asymmetric=_FOUR,
+            methods=frozenset({"compressed-tensors", "gptq", "awq", "quark"}),
+            rows=32,
+            columns=32,
+            source="layers/fused_moe/oracle/int_wna16.py",
+        ),
+    ),
+    ("cpu", "experts " + FP8): (_AMX_BLOCKS,),
+    ("cpu", "experts " + INT4_INT8): _plain("CPUExpertsInt4", "layers/fused_moe/experts"),
     ("cpu", FP8): (
         _AMX_BLOCKS,
         Kernel(
@@ -184,6 +217,22 @@ VLLM = Engine(
     fuses=True,
     largest_global_scale=True,
     methods_source=f"{_VLLM}/__init__.py",
+    sources={
+        "block": f"{_VLLM}/utils/fp8_utils.py",
+        "cache": f"{_VLLM}/compressed_tensors/compressed_tensors.py",
+        "config-field": "config/model.py",
+        "dtype": "config/model.py",
+        "files": "model_executor/model_loader/weight_utils.py",
+        "fused-scale": f"{_VLLM}/compressed_tensors/schemes",
+        "fused-scheme": f"{_VLLM}/utils/quant_utils.py",
+        "head-tied": "model_executor/layers/vocab_parallel_embedding.py",
+        "missing": "model_executor/model_loader/default_loader.py",
+        "parallel": "model_executor/layers/linear.py",
+        "scale": f"{_VLLM}/utils/quant_utils.py",
+        "tensor": f"{_VLLM}/compressed_tensors/schemes",
+        "tokenizer": "engine/arg_utils.py",
+        "unexpected": "model_executor/models/utils.py",
+    },
 )
 
 # -- SGLang ----------------------------------------------------------------------------------------
@@ -253,7 +302,7 @@ _SGLANG_KERNEL_TABLE: _Kernels = {
             source=f"{_SGLANG}/marlin_utils.py",
         ),
     ),
-    ("cuda", INT8): _plain("int8", f"{_SGLANG}/compressed_tensors/schemes"),
+    ("cuda", INT8): _int8("int8", f"{_SGLANG}/compressed_tensors/schemes"),
     ("cuda", INT4_FP8): _plain("W4AFP8", f"{_SGLANG}/w4afp8.py", columns=128),
     ("cuda", FP8): _plain("FP8", f"{_SGLANG}/fp8_utils.py"),
     ("cuda", FP8_WEIGHT): _plain("Marlin FP8", f"{_SGLANG}/compressed_tensors/schemes"),
@@ -271,6 +320,22 @@ SGLANG = Engine(
     fuses=True,
     largest_global_scale=True,
     methods_source=f"{_SGLANG}/__init__.py",
+    sources={
+        "block": f"{_SGLANG}/fp8.py",
+        "cache": _SGLANG_CT,
+        "config-field": "srt/models/registry.py",
+        "dtype": "srt/configs/model_config.py",
+        "files": "srt/model_loader/weight_utils.py",
+        "fused-scale": f"{_SGLANG}/compressed_tensors/schemes",
+        "fused-scheme": f"{_SGLANG}/compressed_tensors/utils.py",
+        "head-tied": "srt/layers/vocab_parallel_embedding.py",
+        "missing": "srt/model_loader/weight_utils.py",
+        "parallel": "srt/layers/linear.py",
+        "scale": f"{_SGLANG}/compressed_tensors/schemes",
+        "tensor": f"{_SGLANG}/compressed_tensors/schemes",
+        "tokenizer": "srt/server_args.py",
+        "unexpected": "srt/models/llama.py",
+    },
 )
 
 # -- transformers ----------------------------------------------------------------------------------
@@ -314,6 +379,15 @@ TRANSFORMERS = Engine(
     kernels={},
     fuses=False,
     methods_source="quantizers/auto.py",
+    sources={
+        "config-field": "models/auto/configuration_auto.py",
+        "container": "modeling_gguf_pytorch_utils.py",
+        "head-tied": "modeling_utils.py",
+        "missing": "modeling_utils.py",
+        "parallel": "integrations/tensor_parallel.py",
+        "scale": "quantizers",
+        "unexpected": "modeling_utils.py",
+    },
 )
 
 ENGINES = {engine.name: engine for engine in (VLLM, SGLANG, TRANSFORMERS)}

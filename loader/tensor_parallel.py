@@ -13,7 +13,7 @@ from quantload.errors import listed
 from quantload.quant.scheme import Scheme
 
 # Last components of the names of layers that are split along their input features.
-_SPLIT_INPUTS = {
+SPLIT_INPUTS = {
     "c_proj",
     "dense_4h_to_h",
     "down_proj",
@@ -40,7 +40,7 @@ def layers_cut(layers: Iterable[Layer], parts: int) -> dict[str, str]:
     for module, shape, scheme in layers:
         if scheme is None or scheme.weight is None or len(shape) != 2:
             continue
-        axis = int(module.rpartition(".")[2] in _SPLIT_INPUTS)
+        axis = int(module.rpartition(".")[2] in SPLIT_INPUTS)
         size = scheme.weight.block_of(shape[0], shape[1])[axis]
         whole, what = shape[axis], ("rows", "columns")[axis]
         has_blocks = 1 < size < whole
@@ -64,4 +64,4 @@ def about_split(layers: Iterable[Layer], parts: int) -> list[str]:
     ]
 
 
-__all__ = ["about_split", "layers_cut"]
+__all__ = ["SPLIT_INPUTS", "about_split", "layers_cut"]
