@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantload.accuracy.compare import ModelComparison
+    from quantload.accuracy.doctor import doctor
     from quantload.accuracy.verify import LayerReport, VerifyReport
     from quantload.api import compare, convert, explain, inspect, load, load_tokenizer, plan, verify
     from quantload.errors import QuantloadError
@@ -31,6 +32,7 @@ _HOMES = {
     "VerifyReport": "quantload.accuracy.verify",
     "compare": "quantload.api",
     "convert": "quantload.api",
+    "doctor": "quantload.accuracy.doctor",
     "explain": "quantload.api",
     "inspect": "quantload.api",
     "load": "quantload.api",
@@ -50,6 +52,7 @@ __all__ = [
     "VerifyReport",
     "compare",
     "convert",
+    "doctor",
     "explain",
     "inspect",
     "load",

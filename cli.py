@@ -13,6 +13,7 @@ import click
 
 from quantload import __version__
 from quantload.cli_convert import convert
+from quantload.cli_doctor import doctor
 from quantload.cli_options import CHECK_TP, EVERY, JSON, QUIET, TRUST, warn
 from quantload.errors import NotComparable, QuantloadError
 
@@ -38,6 +39,7 @@ def main() -> None:
 
 
 main.add_command(convert)
+main.add_command(doctor)
 
 
 @main.command()

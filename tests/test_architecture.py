@@ -32,6 +32,7 @@ MAY_IMPORT = {
 }
 COMMAND_LINE = {  # one part, in several files
     *("cli", "cli_options", "cli_convert", "cli_output", "cli_inspect", "cli_compare"),
+    "cli_doctor",
 }
 TRANSFORMERS = (
     "layers/meta_model.py",
@@ -66,6 +67,7 @@ PUBLIC_NAMES = [
     "VerifyReport",
     "compare",
     "convert",
+    "doctor",
     "explain",
     "inspect",
     "load",
@@ -82,6 +84,9 @@ OPTIONS = {
         *("source", "output", "--scheme", "--rule", "--config", "--group-size", "--dtype"),
         *("--on-split", "--max-shard-size", "--plan", "--no-verify", "--all", "--lossless"),
         *("--trust-remote-code", "--json", "--quiet", "--check-tp"),
+    },
+    "doctor": {
+        *("output", "--engine", "--tp", "--device", "--all", "--trust-remote-code", "--json"),
     },
     "formats": set(),
     "generate": {
