@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantload.errors import ShapeError
+from quantload.quant import compiled
 from quantload.quant.chunks import row_chunks
 
 
@@ -27,23 +28,40 @@ def words_padded(columns: int, bits: int) -> int:
     return -(-columns // (32 // bits))
 
 
-def pack_dense(fields: Tensor, bits: int) -> Tensor:
-    """Pack [N, K] uint8 fields below 2^bits into [N, ceil(K * bits / 32)] int32."""
-    rows, columns = fields.shape
-    padded = torch.nn.functional.pad(fields, (0, -columns % 32)) if columns % 32 else fields
-    padded = padded.contiguous()
+def pack_dense(fields: Tensor, bits: int, *, signed: bool = False) -> Tensor:
+    """Pack [N, K] fields of `bits` bits into [N, ceil(K * bits / 32)] int32; idle bits are 0.
+
+    Args:
+        fields: uint8 below 2^bits, or int8.
+        bits: 1 to 8.
+        signed: True if fields are -2^(bits-1) .. 2^(bits-1) - 1, in the bytes of int8; they are
+            packed as offset binary, 2^(bits-1) more.
+    """
+    columns, offset = fields.shape[1], 1 << (bits - 1) if signed else 0
+    padded = fields.contiguous().view(torch.uint8)
+    if columns % 32:
+        padded = torch.nn.functional.pad(padded, (0, -columns % 32), value=256 - offset & 0xFF)
+    packed = compiled.pack_dense(padded, bits, signed=signed)
+    if packed is None:
+        packed = _packed_by_torch(padded + offset if offset else padded, bits)
+    return packed.view(torch.int32)[:, : words_dense(columns, bits)].contiguous()
+
+
+def _packed_by_torch(padded: Tensor, bits: int) -> Tensor:
+    """[N, K] uint8, K a multiple of 32, to [N, K * bits / 8] uint8."""
+    rows, columns = padded.shape
     if 8 % bits == 0:
         parts = torch.unflatten(padded, 1, (-1, 8 // bits))
         packed = parts[..., 0].clone()
         for i in range(1, 8 // bits):
             packed |= parts[..., i] << (bits * i)
-    else:
-        packed = padded.new_empty(rows, padded.shape[1] // 8 * bits)
-        for start, stop in row_chunks((rows, columns), fields.device):
-            eights = _squeezed(padded[start:stop].view(torch.int64), bits)
-            strings = torch.unflatten(eights.view(torch.uint8), 1, (-1, 8))[..., :bits]
-            packed[start:stop] = strings.flatten(1)
-    return packed.view(torch.int32)[:, : words_dense(columns, bits)].contiguous()
+        return packed
+    packed = padded.new_empty(rows, columns // 8 * bits)
+    for start, stop in row_chunks((rows, columns), padded.device):
+        eights = _squeezed(padded[start:stop].view(torch.int64), bits)
+        strings = torch.unflatten(eights.view(torch.uint8), 1, (-1, 8))[..., :bits]
+        packed[start:stop] = strings.flatten(1)
+    return packed
 
 
 def unpack_dense(words: Tensor, bits: int, columns: int) -> Tensor:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from quantload.errors import ConfigError, NonFiniteWeight
+from quantload.quant import compiled
 from quantload.quant.chunks import row_chunks
 from quantload.quant.grid import E2M3, Grid
 from quantload.quant.qtensor import Evaluation, QuantTensor
@@ -65,7 +66,10 @@ def quantize_rtn(
         raise _not_finite(weight, scheme)
     if own is not None and shared is not None:
         _check_range(own, shared)
-    quantized = round_to_nearest(weight, scheme, shared=own if shared is None else shared)
+    shared = own if shared is None else shared
+    quantized = _by_compiled_loops(weight, scheme, shared)
+    if quantized is None:
+        quantized = round_to_nearest(weight, scheme, shared=shared)
     if not _is_finite(quantized.scale):  # min and max carry NaN into the scale
         raise _not_finite(weight, scheme)
     return quantized
@@ -110,14 +114,33 @@ def round_to_nearest(
         found.append(scales)
     found = found[:1] if is_whole else found
     zeros = [scales.zero for scales in found if scales.zero is not None]
+    scales = BlockScales(
+        stored=torch.cat([scales.stored for scales in found]),
+        divisor=found[0].divisor,
+        zero=torch.cat(zeros) if zeros else None,
+    )
+    return _assembled(tensor, scheme, codes, scales, outer)
+
+
+def _by_compiled_loops(
+    weight: Tensor, scheme: WeightScheme, shared: Tensor | None
+) -> QuantTensor | None:
+    outer = global_scale(shared) if shared is not None and scheme.scale == "e4m3" else None
+    found = compiled.quantize(weight, scheme, shared=shared, outer=outer)
+    return None if found is None else _assembled(weight, scheme, *found, outer)
+
+
+def _assembled(
+    weight: Tensor, scheme: WeightScheme, codes: Tensor, scales: BlockScales, outer: Tensor | None
+) -> QuantTensor:
     return QuantTensor(
         grid=scheme.grid,
         codes=codes,
-        scale=torch.cat([scales.stored for scales in found]),
-        zero=torch.cat(zeros) if zeros else None,
+        scale=scales.stored,
+        zero=scales.zero,
         outer=None if outer is None else outer.reshape(1, 1),
-        block=block,
-        evaluation=evaluation_of(scheme, tensor.dtype),
+        block=scheme.block_of(weight.shape[0], weight.shape[1]),
+        evaluation=evaluation_of(scheme, weight.dtype),
     )
 
 

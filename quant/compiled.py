@@ -1,0 +1,221 @@
+"""Quantization and packing on a CPU by compiled loops; where there is none, the caller's own way.
+
+One pass over what fits the processor's cache, on one thread, without the interpreter's lock:
+callers run several. Results are those of `rtn` and of `packing`, bit for bit.
+
+numba compiles the loops when they are first used and keeps them on disk. To import it takes about a
+second, and to compile two more: it waits until PyTorch would have worked for as long.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantload.quant.grid import E2M1, E2M3, E4M3, Grid
+from quantload.quant.scales import BlockScales, e4m3_scale, minmax_scale, power_of_two_scale
+from quantload.quant.scheme import WeightScheme
+
+_WORTH_STARTING = 1 << 24  # elements
+_FORMS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
+_FLOAT_GRIDS: dict[Grid, np.generic] = {E4M3: np.uint8(0), E2M1: np.uint16(0), E2M3: np.uint32(0)}
+_BITS = range(2, 8)  # of 1 bit there is no loop, 8 bits need none
+_seen = 0  # elements that came before numba was started
+
+
+def start() -> bool:
+    """Import numba now, as for a large model; False if it cannot be used here."""
+    global _seen
+    _seen = _WORTH_STARTING
+    return _modules() is not None
+
+
+def quantize(
+    weight: Tensor,
+    scheme: WeightScheme,
+    *,
+    shared: Tensor | None = None,
+    outer: Tensor | None = None,
+) -> tuple[Tensor, BlockScales] | None:
+    """Quantize a weight to the nearest codes, as `rtn.round_to_nearest` does.
+
+    Args:
+        weight: [N, K] float dtype.
+        scheme: Grid, granularity, symmetry and kind of scales.
+        shared: [2] smallest and largest value of everything that shares one scale of the tensor,
+            in the weight's dtype; only for granularity "tensor".
+        outer: [1] float32, the global scale; only for e4m3 scales.
+
+    Returns:
+        Codes [N, K] in the grid's storage dtype, and their scales. Where a block holds NaN or
+        infinity its scale is not finite and its codes mean nothing. None if there is no loop for
+        this weight and scheme, if numba cannot be used, or is not worth its start yet.
+    """
+    if not _has_loop(weight, scheme) or not _is_worth_it(weight.numel()):
+        return None
+    modules = _modules()
+    if modules is None:
+        return None
+    weight = weight.detach().contiguous()
+    if scheme.scale != "float" or (scheme.granularity == "tensor" and shared is not None):
+        scales = _scales_first(modules[0], weight, scheme, shared, outer)
+        return None if scales is None else (_rounded(modules[0], weight, scheme, scales), scales)
+    return _in_one_pass(modules[0], weight, scheme)
+
+
+def pack_dense(fields: Tensor, bits: int, *, signed: bool) -> Tensor | None:
+    """Pack fields into bit strings, as `packing.pack_dense` does.
+
+    Args:
+        fields: [N, K] uint8, contiguous, K a multiple of 32.
+        bits: Bits of a field.
+        signed: True if fields are two's complement; they become offset binary.
+
+    Returns:
+        [N, K * bits / 8] uint8, or None as for `quantize`.
+    """
+    on_cpu = fields.device.type == "cpu" and fields.numel() > 0
+    if not on_cpu or bits not in _BITS or not _is_worth_it(fields.numel()):
+        return None
+    modules = _modules()
+    if modules is None:
+        return None
+    loops = modules[1]
+    packed = torch.empty(fields.shape[0], fields.shape[1] // 8 * bits, dtype=torch.uint8)
+    source, target = fields.view(-1).numpy(), packed.view(-1).numpy()
+    flip = np.full(8, 1 << (bits - 1) if signed else 0, np.uint8)
+    match bits:
+        case 4:
+            loops.pack_halves(source.view(np.uint16), target, flip.view(np.uint16)[0])
+        case 2:
+            loops.pack_quarters(source.view(np.uint32), target, flip.view(np.uint32)[0])
+        case _:
+            lanes = [_lanes(bits, 8), *(_lanes(bits << i, 16 << i) for i in range(3))]
+            eights, flips = source.view(np.uint64), flip.view(np.uint64)
+            loops.pack_strings(eights, target, flips[0], bits, np.array(lanes, np.uint64))
+    return packed
+
+
+def _has_loop(weight: Tensor, scheme: WeightScheme) -> bool:
+    grid = scheme.grid
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in _FORMS
+        and weight.numel() > 0
+        and (scheme.granularity != "group" or weight.shape[1] % (scheme.group_size or 1) == 0)
+        and (grid.is_integer or (grid in _FLOAT_GRIDS and scheme.symmetric))
+    )
+
+
+def _is_worth_it(elements: int) -> bool:
+    global _seen
+    if _seen < _WORTH_STARTING:  # several threads may lose some of each other's
+        _seen += elements
+    return _seen >= _WORTH_STARTING
+
+
+@cache
+def _modules() -> tuple[ModuleType, ModuleType] | None:
+    """The loops that quantize and those that pack."""
+    try:
+        import numba
+
+        from quantload.quant import compiled_kernels, compiled_packing
+    except ModuleNotFoundError:
+        return None
+    except (ImportError, OSError) as error:  # made for another Python, NumPy or system
+        warnings.warn(f"numba cannot be used, PyTorch quantizes: {error}", stacklevel=2)
+        return None
+    is_off = numba.config.DISABLE_JIT  # environment variable NUMBA_DISABLE_JIT
+    return None if is_off else (compiled_kernels, compiled_packing)
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def _in_one_pass(
+    loops: ModuleType, weight: Tensor, scheme: WeightScheme
+) -> tuple[Tensor, BlockScales]:
+    """Find the scale of each block, and round its elements while they are in the cache."""
+    grid, block, shape = scheme.grid, *_blocks_of(weight, scheme)
+    codes, scale = torch.empty(weight.shape, dtype=grid.storage), weight.new_empty(shape)
+    steps = (grid.high - grid.low) / (2 if scheme.symmetric else 1)
+    limits = _floats(grid.low, grid.high, steps, torch.finfo(weight.dtype).eps)
+    arrays = _array(weight), _bytes(codes), _array(scale)
+    order = np.int32 if weight.dtype == torch.float32 else np.int16
+    if scheme.symmetric:
+        largest = np.empty(shape[1], order)
+        loops.quantize_symmetric(*arrays, largest, block, limits, _tag(grid))
+        return codes, BlockScales(scale, scale)
+    zeros, extremes = torch.empty(shape), np.empty((2, shape[1]), order)
+    loops.quantize_asymmetric(*arrays, zeros.numpy(), extremes, block, limits, _tag(grid))
+    return codes, BlockScales(scale, scale, zeros.to(grid.storage))
+
+
+def _scales_first(
+    loops: ModuleType,
+    weight: Tensor,
+    scheme: WeightScheme,
+    shared: Tensor | None,
+    outer: Tensor | None,
+) -> BlockScales | None:
+    """Scales that are made of the largest magnitudes by more than a division; few numbers."""
+    if scheme.granularity == "tensor" and shared is not None:
+        if not scheme.symmetric or scheme.scale != "float":
+            return None
+        low, high = shared.reshape(2, 1, 1)
+        scale, _ = minmax_scale(low, high, scheme.grid, symmetric=True)
+        return BlockScales(scale, scale)
+    block, shape = _blocks_of(weight, scheme)
+    largest = weight.new_empty(shape)
+    order = torch.int32 if weight.dtype == torch.float32 else torch.int16
+    loops.find_largest(_array(weight), largest.view(order).numpy(), block)
+    if scheme.scale == "e8m0":
+        return BlockScales(*power_of_two_scale(largest, scheme.grid))
+    assert outer is not None, "e4m3 scales have a global scale"
+    stored = e4m3_scale(largest, scheme.grid, outer)
+    return BlockScales(stored, stored.to(torch.float32) / outer)
+
+
+def _rounded(
+    loops: ModuleType, weight: Tensor, scheme: WeightScheme, scales: BlockScales
+) -> Tensor:
+    grid, (block, _) = scheme.grid, _blocks_of(weight, scheme)
+    codes = torch.empty(weight.shape, dtype=grid.storage)
+    limits = _floats(grid.low, grid.high)
+    divisors = _array(scales.divisor.contiguous())
+    loops.quantize_given(_array(weight), _bytes(codes), divisors, block, limits, _tag(grid))
+    return codes
+
+
+def _blocks_of(weight: Tensor, scheme: WeightScheme) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of a block, and numbers of blocks."""
+    rows, columns = weight.shape
+    height, width = scheme.block_of(rows, columns)
+    return (height, width), (-(-rows // height), -(-columns // width))
+
+
+def _tag(grid: Grid) -> np.generic:
+    return np.int8(0) if grid.is_integer else _FLOAT_GRIDS[grid]
+
+
+def _floats(*numbers: float) -> tuple[np.float32, ...]:
+    return tuple(np.float32(number) for number in numbers)
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.view(_FORMS[tensor.dtype]).numpy()
+
+
+def _bytes(codes: Tensor) -> np.ndarray:
+    return codes.view(torch.uint8).numpy()
+
+
+def _lanes(width: int, distance: int) -> int:
+    """A 64-bit mask of `width` ones at every multiple of `distance`."""
+    return sum(((1 << width) - 1) << shift for shift in range(0, 64, distance))

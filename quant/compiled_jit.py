@@ -1,0 +1,45 @@
+"""How loops are compiled by numba, and kept on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+# Divisions by zero give infinity or NaN, as in PyTorch. Nothing may change the order or the
+# rounding of float operations: `fastmath` stays off.
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+
+inlined = njit(**_OPTIONS)
+
+
+class Kernel:
+    """A compiled function that is kept on disk where that is possible.
+
+    It lies beside the source file or, if nothing can be written there, in the user's cache folder.
+
+    Args:
+        function: Compiled on its first call with each set of dtypes. It raises nothing.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        self._compiled: Callable[..., None] | None = None
+        self._is_cached = True
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run on these arguments, without the interpreter's lock."""
+        try:
+            self._compiled = self._compiled or self._compile()
+            self._compiled(*arguments)
+        except Exception:
+            if not self._is_cached:
+                raise
+            # no folder for the cache, a full disk, a damaged file: whatever numba makes of it
+            self._is_cached, self._compiled = False, None
+            self(*arguments)
+
+    def _compile(self) -> Callable[..., None]:
+        compiled: Callable[..., None] = njit(cache=self._is_cached, **_OPTIONS)(self._function)
+        return compiled
