@@ -44,6 +44,8 @@ TRANSFORMERS = (
 )
 FENCED = {  # third-party package -> the only places that may import it
     "triton": ("runtime/kernels/",),
+    "numba": ("quant/compiled",),
+    "llvmlite": ("quant/compiled",),
     "transformers": TRANSFORMERS,
     "tokenizers": ("loader/gguf_tokenizer.py",),
     "safetensors": ("loader/safetensors_header.py",),
@@ -222,7 +224,7 @@ def test_inspecting_needs_no_transformers():
 
 def test_the_loader_needs_neither_models_nor_kernels():
     code = "import quantload.loader.convert, quantload.loader.formats, quantload.accuracy.verify"
-    heavy = ("transformers", "triton", "compressed_tensors", "huggingface_hub")
+    heavy = ("transformers", "triton", "compressed_tensors", "huggingface_hub", "numba")
     assert _loaded_by(code, heavy) == []
 
 
