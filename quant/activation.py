@@ -98,7 +98,7 @@ def constant_input_scale(
     """Return the number that a checkpoint holds for an input, from the largest |x| it covers.
 
     What is larger is clipped. With e4m3 scales, groups whose largest |x| is below absmax / 28672
-    lose precision, since their scale is subnormal, and below absmax / 917504 become zeros.
+    lose precision, since their scale is subnormal, and below absmax / 458752 become zeros.
 
     Args:
         scheme: A symmetric scheme that `needs_scale`.

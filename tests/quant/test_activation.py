@@ -6,12 +6,25 @@ import torch
 from oracles import as_numpy, e4m3_values, fake_quantized, same_bits
 
 from quantload.errors import ConfigError
-from quantload.quant.activation import fake_quantize, fake_quantize_static, token_codes
+from quantload.quant.activation import (
+    NVFP4_ABSMAX,
+    constant_input_scale,
+    default_absmax,
+    fake_quantize,
+    fake_quantize_static,
+    token_codes,
+    with_input_scale,
+)
 from quantload.quant.grid import E4M3, INT8, int_grid
+from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import PRESETS, InputScheme
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-PRESET_INPUTS = [(name, PRESETS[name].input) for name in ("W8A8", "FP8_DYNAMIC", "FP8_BLOCK")]
+PRESET_INPUTS = [
+    (name, PRESETS[name].input)
+    for name in ("W4A4", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4", "MXFP8")
+]
+NVFP4 = PRESETS["NVFP4"].input
 
 
 def arguments(**fields):
@@ -76,10 +89,12 @@ def test_nan_and_infinity_spoil_what_shares_their_scale(name, scheme, bad):
     x[0, 3, 2] = bad
     ours = fake_quantize(x, scheme)
     spoilt = ours.isnan()
-    width = 128 if scheme.granularity == "group" else 256
+    width = scheme.group_size or 256
     assert spoilt[0, 3, :width].all()
     assert spoilt.sum() == width
     expected = compressed.fake_quantized(x, compressed.preset(name).input_activations)
+    if scheme.scale == "e8m0":  # the library takes the bits of NaN for a power of two
+        expected[0, 3, :width] = torch.nan
     assert same_bits(ours, expected)
 
 
@@ -148,6 +163,77 @@ def test_codes_of_tokens_do_not_look_for_nan():
     x = torch.full((2, 8), torch.nan)
     _, scale = token_codes(x, InputScheme(grid=INT8, granularity="token"))
     assert scale.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("make", [normal, with_outliers, with_zeros, tiny_and_huge])
+@pytest.mark.parametrize("absmax", [2688.0, 5.0, 1e-3])
+def test_nvfp4_inputs_equal_compressed_tensors(make, dtype, absmax):
+    x, outer = make(dtype), constant_input_scale(NVFP4, absmax)
+    args = compressed.preset("NVFP4").input_activations
+    ours = fake_quantize(x, NVFP4, outer=outer)
+    assert ours.dtype == dtype
+    assert same_bits(ours, compressed.fake_quantized(x, args, outer))
+
+
+def test_e4m3_scales_want_their_global_scale():
+    with pytest.raises(ConfigError, match="inputs with e4m3 scales take a global scale from"):
+        fake_quantize(torch.ones(1, 16), NVFP4)
+
+
+# -- fixed numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("absmax", [0.0, 1e-30, 0.37, 1.0, 6.0, 250.0, 2688.0, 1e6])
+def test_numbers_of_inputs_equal_compressed_tensors(absmax):
+    library, reach = compressed.library(), torch.tensor([absmax])
+    outer = constant_input_scale(NVFP4, absmax)
+    assert same_bits(outer, library.generate_gparam(-reach, reach))
+    args = compressed.preset("FP8").input_activations
+    for dtype in (torch.float32, torch.bfloat16):
+        low, high = -reach.to(dtype), reach.to(dtype)
+        scale = constant_input_scale(PRESETS["FP8"].input, absmax, dtype=dtype)
+        assert same_bits(scale, library.calculate_qparams(low, high, args)[0])
+
+
+def test_the_default_of_nvfp4_inputs_covers_what_its_text_says():
+    assert default_absmax(PRESETS["FP8"].input) is None
+    assert default_absmax(NVFP4) == NVFP4_ABSMAX
+    outer = constant_input_scale(NVFP4, NVFP4_ABSMAX)
+    x = torch.zeros(4, 16)
+    x[:, 0] = torch.tensor([1.0, 1 / 28672, 1 / 450_000, 1 / 470_000]) * NVFP4_ABSMAX
+    kept = fake_quantize(x, NVFP4, outer=outer)[:, 0] / x[:, 0]
+    assert (kept[:2] - 1).abs().max() < 1 / 16
+    assert kept[2] > 0
+    assert kept[3] == 0
+    assert fake_quantize(x * 4, NVFP4, outer=outer)[0, 0] == NVFP4_ABSMAX  # clipped
+
+
+@pytest.mark.parametrize("absmax", [-1.0, torch.nan, torch.inf])
+def test_numbers_that_no_input_reaches(absmax):
+    with pytest.raises(ConfigError) as error:
+        constant_input_scale(NVFP4, absmax)
+    assert str(error.value) == (
+        f"the largest |x| of an input is `{absmax}`, expected a finite number"
+    )
+
+
+def test_numbers_that_the_dtype_does_not_hold():
+    with pytest.raises(ConfigError, match=r"which `torch\.float16` does not hold"):
+        constant_input_scale(PRESETS["FP8"].input, 1e6, dtype=torch.float16)
+
+
+def test_a_weight_with_the_number_of_its_input():
+    weight = torch.randn(4, 32, dtype=torch.bfloat16)
+    fp8 = quantize_rtn(weight, PRESETS["FP8"].weight)
+    ours = with_input_scale(fp8, PRESETS["FP8"].input, 7.0)
+    assert (ours.evaluation.input, ours.input_scale.dtype) == ("*", torch.bfloat16)
+    assert ours.input_scale.tolist() == [7.0 / 448]
+    nvfp4 = quantize_rtn(weight, PRESETS["NVFP4"].weight)
+    ours = with_input_scale(nvfp4, NVFP4, 7.0)
+    assert (ours.evaluation.input, ours.input_scale.dtype) == ("/", torch.float32)
+    assert same_bits(ours.input_scale, constant_input_scale(NVFP4, 7.0))
+    assert same_bits(ours.dequantize(), nvfp4.dequantize())
 
 
 def test_static_schemes_want_their_scale():

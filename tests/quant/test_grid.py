@@ -116,6 +116,37 @@ def test_rounding_to_float8(grid, table):
         assert same_bits(grid.nearest(numbers), nearest)
 
 
+@pytest.mark.parametrize(("grid", "table"), [(E2M1, nf.E2M1), (E2M3, nf.E2M3), (E3M2, nf.E3M2)])
+def test_rounding_to_narrow_floats(grid, table):
+    steps = torch.linspace(-1.1, 1.1, 20_001) * grid.high
+    for numbers in (
+        all_finite(torch.float16),
+        all_finite(torch.bfloat16),
+        around_ties(table),
+        steps,
+        steps.to(torch.bfloat16).reshape(3, -1),
+    ):
+        expected = nearest_codes(as_numpy(numbers), table)
+        codes = torch.from_numpy(expected).to(torch.uint8)
+        assert same_bits(grid.round(numbers), codes)
+        nearest = torch.from_numpy(table[expected]).to(numbers.dtype)
+        assert same_bits(grid.nearest(numbers), nearest)
+
+
+def test_the_code_of_nan_stays_inside_the_grid():
+    numbers = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])
+    for grid in (E2M1, E2M3):
+        codes = grid.round(numbers)
+        assert codes.max() < 1 << grid.bits
+        assert grid.values(codes[2:], torch.float32).tolist() == [grid.high, grid.low]
+        assert grid.nearest(numbers).isnan().tolist() == [True, True, False, False]
+
+
+def test_tables_without_a_formula_are_not_rounded_to():
+    with pytest.raises(AssertionError, match="rounding to the table grid nf4 is not built"):
+        table_grid("nf4", NF4).round(torch.zeros(1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_to_integers_goes_to_even_and_clamps(dtype):
     numbers = torch.tensor(
