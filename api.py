@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,9 @@ from quantload.errors import ConfigError, MissingTensor
 from quantload.layers.facts import probe_facts
 from quantload.loader.assign import assign
 from quantload.loader.convert import run_plan
+from quantload.loader.estimate import peak_rss
 from quantload.loader.formats import open_source
+from quantload.loader.garbage import without_collections
 from quantload.loader.gguf_tokenizer import write_tokenizer
 from quantload.loader.model_dtype import config_dtype
 from quantload.loader.open import open_checkpoint
@@ -49,24 +50,8 @@ def inspect(source: str | Path) -> Source:
     Args:
         source: A folder, a GGUF file, or a hub id such as `owner/name@revision`.
     """
-    with _without_collections():
+    with without_collections():
         return open_source(open_checkpoint(source))
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Leave out cyclic garbage collections, which cost a third of the time.
-
-    Headers and plans are hundreds of thousands of small objects that all live: there is nothing to
-    be found.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def facts_of(source: Source, *, trust_remote_code: bool = False) -> ModelFacts:
@@ -103,7 +88,7 @@ def plan(
     """
     opened = source if isinstance(source, Source) else inspect(source)
     config = QuantConfig.from_options(scheme, rules, group_size=group_size)
-    with _without_collections():
+    with without_collections():
         facts = facts_of(opened, trust_remote_code=trust_remote_code)
         made = make_plan(opened, config, facts, options)
     return replace(made, trust_remote_code=trust_remote_code)
@@ -117,11 +102,15 @@ class Conversion:
         plan: The executed plan.
         folder: Where the output is.
         report: Its verification; None if that was left out.
+        seconds: What writing took, without verification; 0 if it was there already.
+        peak_rss: The most memory of this process until then, in bytes.
     """
 
     plan: Plan
     folder: Path
     report: VerifyReport | None
+    seconds: float = 0.0
+    peak_rss: int = 0
 
 
 def execute(
@@ -139,11 +128,19 @@ def execute(
         OutputError: The folder is taken or cannot be written.
     """
     progress = progress or Silent()
+    started = time.perf_counter()
     folder = run_plan(plan, Path(output), progress)
+    done = Conversion(plan, folder, None, time.perf_counter() - started, peak_rss())
     if not verify_output:
-        return Conversion(plan, folder, None)
-    report = verify_sources(inspect(folder), plan.source, progress, nearest=True)
-    return Conversion(plan, folder, report)
+        return done
+    return replace(done, report=verify_plan(plan, folder, progress=progress))
+
+
+def verify_plan(
+    plan: Plan, output: str | Path, *, progress: Progress | None = None
+) -> VerifyReport:
+    """Decode every tensor of the output of a plan and compare it with the plan's source."""
+    return verify_sources(inspect(output), plan.source, progress or Silent(), nearest=True)
 
 
 def convert(

@@ -5,6 +5,7 @@ Exit codes: 0 ok, 1 a check failed, 2 usage or input error, 3 not comparable.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from quantload import __version__
 from quantload.cli_convert import convert
 from quantload.cli_doctor import doctor
 from quantload.cli_options import CHECK_TP, EVERY, JSON, QUIET, TRUST, warn
-from quantload.errors import NotComparable, QuantloadError
+from quantload.errors import ConfigError, NotComparable, QuantloadError
 
 
 class _Commands(click.Group):
@@ -65,7 +66,7 @@ def inspect(source: str, check_tp: int | None, every: bool, as_json: bool) -> No
 
 @main.command()
 @click.argument("output")
-@click.option("--source", required=True, help="What OUTPUT was made from.")
+@click.option("--source", help="What OUTPUT was made from; without it, its manifest is checked.")
 @click.option(
     "--nearest",
     is_flag=True,
@@ -76,9 +77,18 @@ def inspect(source: str, check_tp: int | None, every: bool, as_json: bool) -> No
 @JSON
 @QUIET
 def verify(
-    output: str, source: str, nearest: bool, every: bool, as_json: bool, quiet: bool
+    output: str, source: str | None, nearest: bool, every: bool, as_json: bool, quiet: bool
 ) -> None:
-    """Decode every tensor of OUTPUT and compare it with its source; exit 1 on a failure."""
+    """Compare OUTPUT with its source, or its files with its manifest; exit 1 on a failure.
+
+    With --source every tensor of OUTPUT is decoded and compared. Without it every file is held
+    against the sha256 in the manifest that `convert` wrote.
+    """
+    if source is None:
+        if nearest or every:
+            raise ConfigError("`--nearest` and `--all` are about a comparison with `--source`")
+        _verify_files(output, as_json=as_json, quiet=quiet)
+        return
     from quantload import api, cli_output
 
     with cli_output.BarProgress(quiet=quiet) as progress:
@@ -88,6 +98,24 @@ def verify(
     else:
         cli_output.show_verify(report, every=every)
     if not report.passed:
+        sys.exit(1)
+
+
+def _verify_files(output: str, *, as_json: bool, quiet: bool) -> None:
+    from quantload import cli_output
+    from quantload.loader.manifest import check_files
+    from quantload.loader.open import open_checkpoint
+
+    folder = Path(output).expanduser()
+    if not folder.is_dir():
+        folder = open_checkpoint(output).folder
+    with cli_output.BarProgress(quiet=quiet) as progress:
+        check = check_files(folder, threads=len(os.sched_getaffinity(0)), progress=progress)
+    if as_json:
+        cli_output.print_json(cli_output.file_check_json(check))
+    else:
+        cli_output.show_file_check(check)
+    if not check.passed:
         sys.exit(1)
 
 

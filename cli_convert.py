@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +20,10 @@ from quantload.cli_options import (
 )
 from quantload.errors import ConfigError
 
+if TYPE_CHECKING:
+    from quantload.api import Conversion
+    from quantload.loader.plan import Plan
+
 
 @click.command()
 @click.argument("source")
@@ -28,12 +32,22 @@ from quantload.errors import ConfigError
 @click.option("--rule", "rules", multiple=True, metavar="PATTERN=SCHEME", help="May be repeated.")
 @click.option("--config", type=click.Path(path_type=Path), help="TOML file with rules.")
 @click.option("--group-size", type=int, help="Group size of --scheme.")
+@click.option(
+    "--format",
+    "format_name",
+    default="compressed-tensors",
+    show_default=True,
+    metavar="NAME",
+    help="Format of OUTPUT; `quantload formats` lists them.",
+)
 @click.option("--dtype", help="float32, bfloat16 or float16, for full precision and scales.")
 @click.option("--on-split", type=click.Choice(["error", "keep", "promote"]), default="error")
 @click.option("--max-shard-size", default="5GB", show_default=True)
 @click.option("--lossless", is_flag=True, help="Refuse whatever would change a value.")
 @click.option("--plan", "only_plan", is_flag=True, help="Print what would be done, write nothing.")
 @click.option("--no-verify", is_flag=True, help="Do not check the output against the source.")
+@click.option("--push", metavar="OWNER/NAME", help="Upload the verified output to the hub.")
+@click.option("--private", is_flag=True, help="Make the repository of --push private.")
 @CHECK_TP
 @EVERY
 @TRUST
@@ -48,10 +62,11 @@ def convert(
     **flags: Any,  # noqa: ANN401 - click's values
 ) -> None:
     """Convert SOURCE (folder, GGUF file or hub id) into the new folder OUTPUT."""
-    from quantload import api, cli_output
+    from quantload import api
+    from quantload.loader.formats.targets import target_named
     from quantload.loader.plan import PlanOptions
+    from quantload.loader.staging import check_place
     from quantload.loader.tensor_parallel import about_split
-    from quantload.loader.writer import check_place
 
     file_scheme, all_rules = read_rules(config, rules)
     scheme = scheme or file_scheme
@@ -62,7 +77,8 @@ def convert(
         )
     if scheme is None and flags["group_size"] is not None:
         raise ConfigError("`--group-size` is that of `--scheme`, which is not given")
-    if not flags["only_plan"]:
+    may_be_done = _check_push(output, flags)
+    if not flags["only_plan"] and not may_be_done:
         check_place(output)  # before anything is downloaded
     arguments: dict[str, Any] = {
         "rules": all_rules,
@@ -73,29 +89,105 @@ def convert(
             on_split=flags["on_split"],
             max_shard_bytes=parse_size(flags["max_shard_size"]),
             lossless=flags["lossless"],
+            target=target_named(flags["format_name"]),
         ),
     }
-    as_json, every = flags["as_json"], flags["every"]
     plan = api.plan(source, scheme, **arguments)
     warn(plan.warnings)
     if flags["check_tp"]:
         layers = ((row.module, row.shape, row.scheme) for row in plan.rows)
         warn(about_split(layers, flags["check_tp"]))
     if flags["only_plan"]:
-        cli_output.print_json(cli_output.plan_json(plan)) if as_json else cli_output.show_plan(
-            plan, every=every
+        _show_plan(plan, output, flags)
+        return
+    done = _carry_out(plan, output, flags, may_be_done=may_be_done)
+    passed = done.report is None or done.report.passed
+    address = _push(output, flags) if passed and flags["push"] else None
+    _show_result(done, output, address, flags)
+    if not passed:
+        sys.exit(1)
+
+
+def _check_push(output: Path, flags: dict[str, Any]) -> bool:
+    """Check the options of an upload; True if the output may be there already, to be uploaded."""
+    if not flags["push"]:
+        if flags["private"]:
+            raise ConfigError("`--private` is that of `--push`, which is not given")
+        return False
+    if flags["no_verify"]:
+        raise ConfigError("`--push` uploads what was verified: leave out `--no-verify`")
+    from quantload.loader.manifest import MANIFEST
+    from quantload.loader.push import check_push
+
+    if not flags["only_plan"]:
+        check_push(flags["push"])  # before hours of work
+    return (output / MANIFEST).is_file()
+
+
+def _show_plan(plan: Plan, output: Path, flags: dict[str, Any]) -> None:
+    from quantload import cli_output, cli_plan
+    from quantload.loader.estimate import estimate, peak_memory, probe
+    from quantload.loader.workers import Resources
+
+    resources = Resources()
+    rates = probe(plan, output, threads=resources.threads())
+    forecast = cli_plan.Forecast(
+        peak_memory=peak_memory(plan, budget=resources.memory),
+        rates=rates,
+        time=estimate(plan, rates),
+    )
+    if flags["as_json"]:
+        content = {**cli_plan.plan_json(plan), "forecast": cli_plan.forecast_json(forecast)}
+        cli_output.print_json(content)
+    else:
+        cli_plan.show_plan(plan, forecast, every=flags["every"])
+
+
+def _carry_out(plan: Plan, output: Path, flags: dict[str, Any], *, may_be_done: bool) -> Conversion:
+    from quantload import api, cli_output
+    from quantload.loader.manifest import describes
+
+    with cli_output.BarProgress(quiet=flags["quiet"]) as progress:
+        if may_be_done and describes(output, plan):  # an upload that was broken off
+            report = api.verify_plan(plan, output, progress=progress)
+            return api.Conversion(plan, output, report)
+        return api.execute(plan, output, verify_output=not flags["no_verify"], progress=progress)
+
+
+def _push(output: Path, flags: dict[str, Any]) -> str:
+    from quantload import cli_output
+    from quantload.loader.push import push_folder
+    from quantload.loader.workers import Resources
+
+    with cli_output.BarProgress(quiet=flags["quiet"]) as progress:
+        return push_folder(
+            output,
+            flags["push"],
+            private=flags["private"],
+            threads=Resources().threads(),
+            progress=progress,
+        )
+
+
+def _show_result(
+    done: Conversion, output: Path, address: str | None, flags: dict[str, Any]
+) -> None:
+    from quantload import cli_output, cli_plan
+
+    if flags["as_json"]:
+        cli_output.print_json(
+            {
+                **cli_plan.plan_json(done.plan),
+                "folder": str(output),
+                "verify": cli_output.verify_json(done.report) if done.report else None,
+                "summary": cli_plan.summary_json(done),
+                "pushed": address,
+            }
         )
         return
-    with cli_output.BarProgress(quiet=flags["quiet"]) as progress:
-        done = api.execute(plan, output, verify_output=not flags["no_verify"], progress=progress)
-    if as_json:
-        report = cli_output.verify_json(done.report) if done.report else None
-        cli_output.print_json(
-            {**cli_output.plan_json(plan), "folder": str(output), "verify": report}
-        )
-    else:
-        if done.report is not None:
-            cli_output.show_verify(done.report)
-        click.echo(f"written: {output} ({cli_output.size(plan.output_bytes)})")
-    if done.report is not None and not done.report.passed:
-        sys.exit(1)
+    if done.report is not None:
+        cli_output.show_verify(done.report)
+    cli_plan.show_summary(done)
+    if address is not None:
+        click.echo(f"pushed: {address}")
+    click.echo(f"written: {output} ({cli_output.size(done.plan.output_bytes)})")

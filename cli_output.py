@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quantload.accuracy.verify import VerifyReport
-from quantload.loader.plan import Plan, PlanRow
+from quantload.loader.manifest import FileCheck
 
 _WIDTH_WITHOUT_TERMINAL = 1000  # nothing is wrapped in a file or a pipe
 
@@ -47,15 +47,22 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.2f} GiB"
 
 
+def rate(bytes_per_second: float) -> str:
+    """Bytes a second for people, in decimal units, as disks and memory are sold."""
+    if bytes_per_second < 1e8:
+        return f"{bytes_per_second / 1e6:.1f} MB/s"
+    return f"{bytes_per_second / 1e9:.2f} GB/s"
+
+
 class _RateColumn(ProgressColumn):
-    """Steps a second: bytes as a size, other units as a number."""
+    """Steps a second: bytes in GB/s, other units as they are."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
         unit = task.fields["unit"]
         if speed is None:
             return Text("-")
-        return Text(f"{size(speed)}/s" if unit == "B" else f"{speed:.1f} {unit}/s")
+        return Text(rate(speed) if unit == "B" else f"{speed:.1f} {unit}/s")
 
 
 class BarProgress:
@@ -172,77 +179,6 @@ def named_rows(rows: Sequence[tuple[str, tuple[str, ...]]], every: bool) -> list
     return [(name, str(count), *cells) for name, count, cells in collapse(rows)]
 
 
-# -- plan ------------------------------------------------------------------------------------------
-
-
-def show_plan(plan: Plan, *, every: bool = False) -> None:
-    """Print a plan as a table."""
-    table = make_table(
-        f"Plan for {plan.source.checkpoint.name} ({plan.source.format_name})",
-        [
-            *[("module", False), ("n", True), ("shape", False), ("from", False), ("to", False)],
-            *[("bytes each", True), ("why", False)],
-        ],
-    )
-    rows = [
-        (
-            row.module,
-            (shape_text(row.shape), row.source, _target(row), str(row.output_bytes), row.reason),
-        )
-        for row in plan.rows
-    ]
-    for cells in named_rows(rows, every):
-        table.add_row(*cells)
-    out = console()
-    out.print(table)
-    plain = sum(tensor.num_bytes for tensor in plan.plain)
-    out.print(f"{len(plan.plain)} other tensors are copied: {plain} bytes")
-    out.print(f"{len(plan.groups)} fused groups, from the {plan.groups_origin}")
-    out.print(
-        f"output: {plan.output_bytes} bytes ({size(plan.output_bytes)}) of weight files, "
-        f"{len(plan.files)} file{'s' if len(plan.files) > 1 else ''}"
-    )
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape as "4096x128"."""
-    return "x".join(map(str, shape))
-
-
-def _target(row: PlanRow) -> str:
-    return str(row.scheme) if row.scheme else str(row.dtype).removeprefix("torch.")
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan for machines."""
-    return {
-        "quantload_plan": 1,
-        "source": plan.source.checkpoint.name,
-        "source_format": plan.source.format_name,
-        "groups_origin": plan.groups_origin,
-        "groups": [list(group) for group in plan.groups],
-        "modules": [
-            {
-                "module": row.module,
-                "shape": list(row.shape),
-                "source": row.source,
-                "scheme": str(row.scheme) if row.scheme else None,
-                "dtype": str(row.dtype).removeprefix("torch."),
-                "reason": row.reason,
-                "source_bytes": row.source_bytes,
-                "output_bytes": row.output_bytes,
-                "tensors": {t.name: [str(t.dtype)[6:], list(t.shape)] for t in row.outputs},
-            }
-            for row in plan.rows
-        ],
-        "plain": {t.name: [str(t.dtype)[6:], list(t.shape)] for t in plan.plain},
-        "files": {file.name: file.num_bytes for file in plan.files},
-        "output_bytes": plan.output_bytes,
-        "quantization_config": plan.config.get("quantization_config"),
-        "warnings": list(plan.warnings),
-    }
-
-
 # -- verify ----------------------------------------------------------------------------------------
 
 
@@ -268,6 +204,28 @@ def verify_json(report: VerifyReport) -> dict[str, Any]:
         ],
         "problems": list(report.problems),
     }
+
+
+def file_check_json(check: FileCheck) -> dict[str, Any]:
+    """Return a check against a manifest for machines."""
+    return {
+        "quantload_verify": 1,
+        "passed": check.passed,
+        "files": check.num_files,
+        "bytes": check.num_bytes,
+        "problems": list(check.problems),
+    }
+
+
+def show_file_check(check: FileCheck) -> None:
+    """Print what a manifest says of the files of a folder."""
+    out = console()
+    out.print(
+        f"{check.num_files} files, {check.num_bytes} bytes, held against the sha256 of the manifest"
+    )
+    for problem in check.problems:
+        out.print(f"FAILED {problem}", style="red", markup=False)
+    out.print("verify: passed" if check.passed else "verify: FAILED")
 
 
 def finite(number: float) -> float | None:

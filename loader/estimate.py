@@ -1,18 +1,21 @@
 """What a conversion will take: bytes are exact, memory is a bound, time is measured on a sample.
 
 The probe reads some pieces of the source, quantizes rows of its own weights with the quantizer that
-the conversion uses, hashes, and writes a few megabytes where the output will lie (a temporary file,
-removed at once). All rates are those of one thread. It takes about a second.
+the conversion uses and in as many threads, hashes, and writes a few megabytes where the output will
+lie (a temporary file, removed at once). It takes about a second.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import resource
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,23 +40,25 @@ _FULL = "full precision"
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What was measured on this machine, in bytes per second and thread.
+    """What was measured on this machine, in bytes per second.
 
     Args:
-        read: Source.
+        threads: Threads that computed at the same time.
+        read: Source, in one thread.
         cached: Share of the sampled pages of the source that were in the page cache; None where the
             system does not tell.
-        convert: Source bytes that are decoded, quantized and packed, by scheme; "full precision"
-            for quantized weights that are decoded only. Schemes that could not be tried are left
-            out.
-        sha256: Hashing.
-        write: Output, into the page cache.
+        convert: Source bytes that are decoded, quantized and packed by all threads together, by
+            scheme; "full precision" for quantized weights that are decoded only. Schemes that could
+            not be tried are left out.
+        sha256: Hashing, one file a thread.
+        write: Output, into the page cache, in one thread.
         flush: Output, until it is on the disk.
         free: Bytes that are free where the output will lie.
         obstacle: Why writing could not be measured; "" if it was.
         seconds: What the probe took.
     """
 
+    threads: int
     read: float
     cached: float | None
     convert: Mapping[str, float]
@@ -70,14 +75,12 @@ class Estimate:
     """Seconds that a conversion takes, without verification.
 
     Args:
-        threads: Threads that it was computed for.
         read, convert, write, flush, sha256: Seconds of each part.
         low: If the parts overlap, and the output stays in the page cache.
         high: If they do not, and the output is on the disk at the end.
         not_tried: Schemes that were counted with the rate of the slowest other.
     """
 
-    threads: int
     read: float
     convert: float
     write: float
@@ -99,13 +102,18 @@ def peak_memory(plan: Plan, *, budget: int) -> int:
     return budget + largest
 
 
-def estimate(plan: Plan, rates: Rates, *, threads: int) -> Estimate | None:
-    """Return how long a conversion takes.
+def peak_rss() -> int:
+    """Return the most memory that this process had so far, in bytes."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
+
+
+def estimate(plan: Plan, rates: Rates) -> Estimate | None:
+    """Return how long a conversion takes on a machine that stays as busy as during the probe.
 
     Args:
         plan: What is carried out.
         rates: From `probe`.
-        threads: Tasks that run at a time.
 
     Returns:
         None if nothing could be written, or none of several schemes could be tried.
@@ -118,17 +126,16 @@ def estimate(plan: Plan, rates: Rates, *, threads: int) -> Estimate | None:
         return None
     slowest = min(rates.convert.values(), default=0.0)
     read = sum(t.num_bytes for t in plan.source.checkpoint.tensors.values()) / rates.read
-    convert = sum(size / rates.convert.get(name, slowest) for name, size in work.items()) / threads
+    convert = sum(size / rates.convert.get(name, slowest) for name, size in work.items())
     write, flush = plan.output_bytes / rates.write, plan.output_bytes / rates.flush
-    hashed = plan.output_bytes / rates.sha256 / min(threads, len(plan.files))
+    hashed = plan.output_bytes / rates.sha256
     return Estimate(
-        threads=threads,
         read=read,
         convert=convert,
         write=write,
         flush=flush,
         sha256=hashed,
-        low=max(read / threads, convert, write / threads) + hashed,
+        low=max(read / rates.threads, convert, write / rates.threads) + hashed,
         high=read + convert + flush + hashed,
         not_tried=not_tried,
     )
@@ -158,27 +165,28 @@ def _is_quantized(plan: Plan, row: PlanRow) -> bool:
     return weight is not None and weight.is_quantized
 
 
-def probe(plan: Plan, output: Path) -> Rates:
+def probe(plan: Plan, output: Path, *, threads: int) -> Rates:
     """Measure what this machine does with pieces of a source.
 
     Args:
         plan: What will be carried out.
         output: Where it will be written; need not exist, nothing of the probe stays.
+        threads: Tasks that will run at a time.
     """
     began = time.perf_counter()
     cached, read = _read_rate(plan)
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        convert = _convert_rates(plan)
+        convert = _convert_rates(plan, threads)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
     block = os.urandom(_WRITTEN)
-    started = time.perf_counter()
-    hashlib.sha256(block).digest()
-    sha256 = len(block) / _since(started)
+    hashers = min(threads, len(plan.files))
+    sha256 = hashers * len(block) / _together(lambda: hashlib.sha256(block).digest(), hashers)
     write, flush, free, obstacle = _write_rates(output, block)
     return Rates(
+        threads=threads,
         read=read,
         cached=cached,
         convert=convert,
@@ -193,6 +201,15 @@ def probe(plan: Plan, output: Path) -> Rates:
 
 def _since(started: float) -> float:
     return max(1e-9, time.perf_counter() - started)
+
+
+def _together(work: Callable[[], object], threads: int) -> float:
+    """Return the seconds that several threads take to do the same work at the same time."""
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        started = time.perf_counter()
+        for running in [pool.submit(work) for _ in range(threads)]:
+            running.result()
+        return _since(started)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -252,30 +269,28 @@ def _is_cached(path: Path, start: int) -> bool | None:
 # -- decoding and quantizing -----------------------------------------------------------------------
 
 
-@torch.no_grad()
-def _convert_rates(plan: Plan) -> dict[str, float]:
+def _convert_rates(plan: Plan, threads: int) -> dict[str, float]:
     found = {}
     for name, rows in _rows_by_scheme(plan).items():
         direct = [row for row in rows if row.region is not None and row.scheme is not None]
         try:
             if direct:
-                found[name] = _rate_of_rows(plan, max(direct, key=lambda row: row.source_bytes))
+                row = max(direct, key=lambda row: row.source_bytes)
+                found[name] = _rate_of_rows(plan, row, threads)
                 continue
             row = min(rows, key=lambda row: row.source_bytes)
-            if row.source_bytes <= _LARGEST_DECODED:
-                found[name] = _rate_of_decoding(plan, row)
+            if row.source_bytes * threads <= _LARGEST_DECODED:
+                found[name] = _rate_of_decoding(plan, row, threads)
         except QuantloadError:  # a weight that is not finite: the conversion will say so
             continue
     return found
 
 
-def _rate_of_rows(plan: Plan, row: PlanRow) -> float:
+def _rate_of_rows(plan: Plan, row: PlanRow, threads: int) -> float:
     """Return bytes per second of quantizing a weight that lies row by row in its file."""
     weight = _first_rows(plan, row)
     _quantize(plan, row, weight[:_ROWS])  # what is compiled, is compiled now
-    started = time.perf_counter()
-    _quantize(plan, row, weight)
-    return weight.nbytes / _since(started)
+    return threads * weight.nbytes / _together(lambda: _quantize(plan, row, weight), threads)
 
 
 def _first_rows(plan: Plan, row: PlanRow) -> Tensor:
@@ -292,21 +307,20 @@ def _first_rows(plan: Plan, row: PlanRow) -> Tensor:
     return buffer.view(entry.dtype).reshape(count, region.columns)
 
 
-def _rate_of_decoding(plan: Plan, row: PlanRow) -> float:
+def _rate_of_decoding(plan: Plan, row: PlanRow, threads: int) -> float:
     """Return source bytes per second of decoding a weight, and of quantizing it if it has to be."""
-    started = time.perf_counter()
     weight = plan.source.read_dense(row.read_from)
-    seconds = _since(started)
+    seconds = _together(lambda: plan.source.read_dense(row.read_from), threads)
     if row.scheme is not None:
         count = min(len(weight), max(1, _CHUNK // max(1, weight[:1].nbytes) // _ROWS) * _ROWS)
         part = weight[:count]
         _quantize(plan, row, part[:_ROWS])
-        started = time.perf_counter()
-        _quantize(plan, row, part)
-        seconds += _since(started) * len(weight) / count
-    return row.source_bytes / seconds
+        share = count / len(weight)
+        seconds += _together(lambda: _quantize(plan, row, part), threads) / share
+    return threads * row.source_bytes / seconds
 
 
+@torch.no_grad()
 def _quantize(plan: Plan, row: PlanRow, weight: Tensor) -> None:
     assert row.scheme is not None, "only quantized rows are tried"
     assert row.scheme.weight is not None, "rows without a weight scheme have no scheme"

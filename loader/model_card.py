@@ -6,8 +6,6 @@ Licence, language and the like are those of the source's card, whose text stays 
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +15,7 @@ from quantload import __version__
 from quantload.loader.hub import hub_origin
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.recipe import OUTPUT, command_line, source_name
-from quantload.loader.tally import tally
+from quantload.loader.tally import scheme_rows, tally
 from quantload.quant.scheme import Scheme
 
 CARD = "README.md"
@@ -144,24 +142,6 @@ def _title(plan: Plan) -> str:
     return name.rpartition("/")[2].removesuffix(".gguf")
 
 
-def scheme_rows(plan: Plan) -> list[tuple[str, int, int, int]]:
-    """Return (scheme, modules, weights, bytes written) for each scheme of a plan, largest first."""
-    modules: Counter[str] = Counter()
-    weights: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for row in plan.rows:
-        name = str(row.scheme or str(row.dtype).removeprefix("torch."))
-        modules[name] += 1
-        weights[name] += math.prod(row.shape)
-        sizes[name] += row.output_bytes
-    for tensor in plan.plain:
-        name = str(tensor.dtype).removeprefix("torch.")
-        weights[name] += math.prod(tensor.shape)
-        sizes[name] += tensor.num_bytes
-    ordered = sorted(sizes, key=lambda name: (-weights[name], name))
-    return [(name, modules[name], weights[name], sizes[name]) for name in ordered]
-
-
 def _scheme_table(plan: Plan) -> str:
     lines = ["| scheme | modules | weights | bits per weight | bytes |"]
     lines.append("|---|---:|---:|---:|---:|")
@@ -239,6 +219,3 @@ def _transformers(*, with_library: bool, dequantize: bool) -> str:
         f'model = AutoModelForCausalLM.from_pretrained(\n    "{OUTPUT}", '
         "quantization_config=CompressedTensorsConfig(dequantize=True)\n)\n```\n"
     )
-
-
-__all__ = ["CARD", "model_card", "scheme_rows", "split_card"]

@@ -5,6 +5,7 @@ Each stored tensor is counted once; together they are the source, and that is as
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -86,3 +87,21 @@ def _reason(row: PlanRow) -> str:
     if row.scheme is not None:
         return f"to {row.scheme}" if not row.keeps_values else f"same values, as {row.scheme}"
     return row.reason
+
+
+def scheme_rows(plan: Plan) -> list[tuple[str, int, int, int]]:
+    """Return (scheme, modules, weights, bytes written) for each scheme of a plan, largest first."""
+    modules: Counter[str] = Counter()
+    weights: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for row in plan.rows:
+        name = str(row.scheme or str(row.dtype).removeprefix("torch."))
+        modules[name] += 1
+        weights[name] += math.prod(row.shape)
+        sizes[name] += row.output_bytes
+    for tensor in plan.plain:
+        name = str(tensor.dtype).removeprefix("torch.")
+        weights[name] += math.prod(tensor.shape)
+        sizes[name] += tensor.num_bytes
+    ordered = sorted(sizes, key=lambda name: (-weights[name], name))
+    return [(name, modules[name], weights[name], sizes[name]) for name in ordered]

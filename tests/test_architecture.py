@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "cli": LAYERED | {"loader", "layers", "accuracy", "api"},
 }
 COMMAND_LINE = {  # one part, in several files
-    *("cli", "cli_options", "cli_convert", "cli_output", "cli_inspect", "cli_compare"),
+    *("cli", "cli_options", "cli_convert", "cli_plan", "cli_output", "cli_inspect", "cli_compare"),
     "cli_doctor",
 }
 TRANSFORMERS = (
@@ -85,7 +85,8 @@ OPTIONS = {
     "convert": {
         *("source", "output", "--scheme", "--rule", "--config", "--group-size", "--dtype"),
         *("--on-split", "--max-shard-size", "--plan", "--no-verify", "--all", "--lossless"),
-        *("--trust-remote-code", "--json", "--quiet", "--check-tp"),
+        *("--trust-remote-code", "--json", "--quiet", "--check-tp", "--push", "--private"),
+        "--format",
     },
     "doctor": {
         *("output", "--engine", "--tp", "--device", "--all", "--trust-remote-code", "--json"),
