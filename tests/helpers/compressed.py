@@ -104,18 +104,23 @@ def compressors():
     return found
 
 
-def library_scheme(scheme):
-    """The library's own scheme of what `build_config` writes for a scheme of ours."""
-    from quantload.loader.formats.compressed_tensors_config import build_config
-
+def read_config(config):
+    """A `quantization_config` as the library reads it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from compressed_tensors.quantization import QuantizationConfig
 
-        config = build_config({"m": scheme}, [])
-        for group in config["config_groups"].values():
-            group["weights"]["actorder"] = None  # the library reads "group" no longer
-        (read,) = QuantizationConfig.model_validate(config).config_groups.values()
+        return QuantizationConfig.model_validate(config)
+
+
+def library_scheme(scheme):
+    """The library's own scheme of what `build_config` writes for a scheme of ours."""
+    from quantload.loader.formats.compressed_tensors_config import build_config
+
+    config = build_config({"m": scheme}, [])
+    for group in config["config_groups"].values():
+        group["weights"]["actorder"] = None  # the library reads "group" no longer
+    (read,) = read_config(config).config_groups.values()
     return read
 
 
