@@ -29,8 +29,10 @@ from quantload.loader.gguf_tokenizer import write_tokenizer
 from quantload.loader.model_dtype import config_dtype
 from quantload.loader.open import open_checkpoint
 from quantload.loader.plan import DTYPE_NAMES, Plan, PlanOptions, make_plan
+from quantload.loader.ranks import Ranks
 from quantload.loader.source import Source
-from quantload.loader.writer import check_place
+from quantload.loader.staging import check_place
+from quantload.loader.workers import Resources
 from quantload.mappers.facts import ModelFacts, missing_layers
 from quantload.progress import Progress, Silent
 from quantload.quant.rules import QuantConfig
@@ -114,7 +116,13 @@ class Conversion:
 
 
 def execute(
-    plan: Plan, output: str | Path, *, verify_output: bool = True, progress: Progress | None = None
+    plan: Plan,
+    output: str | Path,
+    *,
+    verify_output: bool = True,
+    progress: Progress | None = None,
+    resources: Resources | None = None,
+    ranks: Ranks | None = None,
 ) -> Conversion:
     """Carry out a plan.
 
@@ -123,15 +131,18 @@ def execute(
         output: New folder; it appears under this name only when it is complete.
         verify_output: Decode every tensor of the output and compare it with the source.
         progress: Draws progress; silent by default.
+        resources: Memory, threads and device that may be used.
+        ranks: The processes that write this output together; None is this one alone. The first of
+            them verifies.
 
     Raises:
         OutputError: The folder is taken or cannot be written.
     """
-    progress = progress or Silent()
+    progress, ranks = progress or Silent(), ranks or Ranks()
     started = time.perf_counter()
-    folder = run_plan(plan, Path(output), progress)
+    folder = run_plan(plan, Path(output), progress, resources, ranks)
     done = Conversion(plan, folder, None, time.perf_counter() - started, peak_rss())
-    if not verify_output:
+    if not verify_output or not ranks.is_first:
         return done
     return replace(done, report=verify_plan(plan, folder, progress=progress))
 
@@ -150,6 +161,7 @@ def convert(
     *,
     verify_output: bool = True,
     progress: Progress | None = None,
+    resources: Resources | None = None,
     **decisions: Any,  # noqa: ANN401 - the keyword arguments of `plan`
 ) -> Conversion:
     """Convert a checkpoint.
@@ -160,6 +172,7 @@ def convert(
         scheme: See `plan`.
         verify_output: See `execute`.
         progress: See `execute`.
+        resources: See `execute`.
         decisions: Keyword arguments of `plan`: rules, group_size, options, trust_remote_code.
 
     Raises:
@@ -167,7 +180,9 @@ def convert(
     """
     check_place(Path(output))
     made = plan(source, scheme, **decisions)
-    return execute(made, output, verify_output=verify_output, progress=progress)
+    return execute(
+        made, output, verify_output=verify_output, progress=progress, resources=resources
+    )
 
 
 def verify(

@@ -18,6 +18,7 @@
     |   +-- RuleSplitsStack        a rule that quantizes q/k/v or gate/up differently
     +-- OutputError                the output folder cannot be used or written
     +-- UploadError                an output cannot be uploaded to the hub
+    +-- WorkerError                another of several processes failed
     +-- ShapeError                 shapes do not fit each other
     +-- ModelError                 transformers cannot build or run the model
     +-- AccuracyError              a measured error is above its limit
@@ -113,6 +114,10 @@ class OutputError(QuantloadError, OSError):
         return str(self.args[0])
 
 
+class WorkerError(QuantloadError, RuntimeError):
+    """Another of the processes that write an output together failed."""
+
+
 class UploadError(QuantloadError):
     """An output cannot be uploaded to the hub."""
 
@@ -139,3 +144,14 @@ def listed(items: Iterable[object], *, limit: int = 5) -> str:
     shown = ", ".join(f"`{name}`" for name in names[:limit])
     more = len(names) - limit
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def counted(count: int, one: str, more: str = "") -> str:
+    """Return a number of things for people: "1 module is kept", "3 modules are kept".
+
+    Args:
+        count: How many.
+        one: What follows the number 1.
+        more: What follows any other number; "" adds an `s` to `one`.
+    """
+    return f"{count} {one if count == 1 else more or one + 's'}"

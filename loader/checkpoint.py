@@ -163,12 +163,17 @@ def _read_into(entry: TensorEntry, buffer: memoryview) -> None:
         while done < entry.num_bytes:
             got = file.readinto(buffer[done:])
             if not got:
-                raise HeaderError(
-                    f"file ends inside tensor `{entry.name}`: {done} of {entry.num_bytes} bytes "
-                    f"are there, in `{entry.file}`",
-                    hint="the file is truncated; download it again",
-                )
+                raise file_ends(entry, done)
             done += got
+
+
+def file_ends(entry: TensorEntry, done: int) -> HeaderError:
+    """Return the error of a file that ends inside a tensor, `done` bytes after its start."""
+    return HeaderError(
+        f"file ends inside tensor `{entry.name}`: {done} of {entry.num_bytes} bytes are there, in "
+        f"`{entry.file}`",
+        hint="the file is truncated; download it again",
+    )
 
 
 def unpermute_rows(tensor: Tensor, heads: int) -> Tensor:

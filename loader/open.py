@@ -97,12 +97,12 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
         raise _nothing_in(folder)
     config = read_json(folder / "config.json", needed_for=name)
     quantization_config, where = _quantization_config(folder, config)
-    tensors = weights.tensors
+    tensors, order = weights.tensors, sorted(weights.tensors, key=natural_order)
     return Checkpoint(
         name=name,
         folder=folder,
         config=config,
-        tensors={key: tensors[key] for key in sorted(tensors, key=natural_order)},
+        tensors={name: tensors[name] for name in order},
         quantization_config=quantization_config,
         quantization_config_file=where,
         warnings=(

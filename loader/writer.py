@@ -1,193 +1,171 @@
-"""Write the files of a plan: all created at full size first, then filled tensor by tensor.
-
-The output lies in a hidden folder beside its final place until it is complete; then it is renamed.
-Tensors may come in any order. `finish` refuses to end while a tensor is missing.
-"""
+"""The files of an output: created at full size first, then filled in any order by any thread."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantload.errors import OutputError, listed
+from quantload.errors import OutputError
+from quantload.loader.checksum import WORD, sum_of_words
 from quantload.loader.open import INDEX
-from quantload.loader.output_files import OutputFile
+from quantload.loader.output_files import OutputFile, OutputTensor
+from quantload.loader.staging import output_error
 
-_MARKER = ".quantload-unfinished"  # says that a staging folder is ours to remove
+_PIECE = 1 << 22  # bytes that are read at a time to compute a checksum
 
 
-class CheckpointWriter:
-    """Writes one checkpoint; use as a context manager, which removes everything on an error.
+class OutputFiles:
+    """The weight files of one output.
 
     Args:
-        folder: Final place; must not exist, or be an empty folder.
+        folder: Where they are; exists.
         files: Files with every tensor's place.
-
-    Raises:
-        OutputError: The place is taken, is a file, or the disk is too small.
+        final: Name of the output, for messages.
     """
 
-    def __init__(self, folder: Path, files: Sequence[OutputFile]) -> None:
-        self.folder = Path(os.path.abspath(folder))  # noqa: PTH100 - resolves no links
-        self.staging = self.folder.with_name(f".{self.folder.name}.unfinished")
-        self._files = {name: file for file in files for name in file.tensors}
-        self._all_files = files
-        self._written: set[str] = set()
-        self._marker: BinaryIO | None = None  # open and locked while the staging folder is ours
+    def __init__(self, folder: Path, files: Sequence[OutputFile], *, final: Path) -> None:
+        self.folder = folder
+        self.final = final
+        self._files = files
+        self._place = {name: file for file in files for name in file.tensors}
+        self._open: dict[str, int] = {}
+        self._opening = threading.Lock()
 
-    def __enter__(self) -> CheckpointWriter:
-        check_place(self.folder)
+    def create(self) -> bool:
+        """Create what is not there yet, with headers and at full size.
+
+        Returns:
+            True if every file was there already, as it should be.
+
+        Raises:
+            OutputError: The disk is too small, or cannot be written.
+        """
+        missing = [file for file in self._files if not self._is_created(file)]
         try:
-            self._remove_old_staging()
-            self.staging.mkdir(parents=True)
-            self._marker = (self.staging / _MARKER).open("wb")
-            fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._create_files()
+            self._check_room(missing)
+            for file in missing:
+                with (self.folder / file.name).open("wb") as stream:
+                    stream.write(file.header)
+                    stream.truncate(file.num_bytes)
         except OSError as error:
-            self._discard()
             raise self._error(error) from error
-        return self
+        return not missing
 
-    def _error(self, error: OSError) -> OutputError:
-        """Return the error of a failed write, with what is needed where there was no room."""
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        needed = sum(file.num_bytes for file in self._all_files)
-        return _output_error(error, self.folder, f", {needed} bytes are needed" if is_full else "")
+    def _is_created(self, file: OutputFile) -> bool:
+        path = self.folder / file.name
+        if not path.is_file() or path.stat().st_size != file.num_bytes:
+            return False
+        with path.open("rb") as stream:
+            return stream.read(len(file.header)) == file.header
 
-    def _create_files(self) -> None:
-        total = sum(file.num_bytes for file in self._all_files)
-        free = shutil.disk_usage(self.staging).free
-        if free < total:
+    def _check_room(self, missing: Iterable[OutputFile]) -> None:
+        there = [file for file in self._files if file not in missing]
+        written = sum((self.folder / file.name).stat().st_blocks * 512 for file in there)
+        needed = sum(file.num_bytes for file in self._files) - written
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
             raise OutputError(
-                f"disk is too small: {total} bytes needed, {free} free, at `{self.folder}`"
+                f"disk is too small: {needed} bytes needed, {free} free, at `{self.final}`"
             )
-        for file in self._all_files:
-            with (self.staging / file.name).open("wb") as stream:
-                stream.write(file.header)
-                stream.truncate(file.num_bytes)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            self._discard()
-        self._release()
-
-    def _remove_old_staging(self) -> None:
-        if not self.staging.exists():
-            return
-        marker = self.staging / _MARKER
-        if not marker.is_file():
-            raise OutputError(
-                f"`{self.staging}` is in the way and was not made by quantload",
-                hint="move it away",
-            )
-        with marker.open("rb") as stream:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise OutputError(f"another process is writing `{self.folder}`") from error
-            shutil.rmtree(self.staging)
-
-    def _discard(self) -> None:
-        if self._marker is not None:
-            shutil.rmtree(self.staging, ignore_errors=True)
-        self._release()
-
-    def _release(self) -> None:
-        if self._marker is not None:
-            self._marker.close()
-            self._marker = None
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor to its place.
+    def write(self, name: str, tensor: Tensor, *, first_row: int = 0) -> int:
+        """Write a tensor, or some of its rows, to its place.
 
         Args:
             name: Name in the output; must be in the plan.
-            tensor: Must have the planned dtype and shape.
+            tensor: Must have the planned dtype and, but for the number of rows, shape.
+            first_row: Row of the whole tensor at which it begins.
+
+        Returns:
+            The checksum of what was written.
         """
-        file = self._files[name]
-        planned = file.tensors[name]
-        assert name not in self._written, f"{name} is written twice"
-        assert (tensor.dtype, tuple(tensor.shape)) == (planned.dtype, planned.shape), (
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, planned were {planned.dtype} "
-            f"{planned.shape}"
+        planned = self._place[name].tensors[name]
+        fits = tensor.dtype == planned.dtype and _fits(tensor, planned, first_row)
+        assert fits, (
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} from row {first_row} on, planned were "
+            f"{planned.dtype} {planned.shape}"
         )
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        start = first_row * (planned.num_bytes // planned.shape[0]) if first_row else 0
+        return self.write_bytes(name, data, start=start)
+
+    def write_bytes(self, name: str, data: memoryview, *, start: int) -> int:
+        """Write bytes of a tensor from its byte `start` on; returns their checksum."""
+        file = self._place[name]
+        position = file.offsets[name] + start
         try:
-            with (self.staging / file.name).open("r+b", buffering=0) as stream:
-                _write_at(stream.fileno(), data.data, file.offsets[name])
+            _write_at(self._descriptor(file.name), data, position)
         except OSError as error:
             raise self._error(error) from error
-        self._written.add(name)
+        return sum_of_words(data, position)
+
+    def checksum_of(self, name: str) -> int:
+        """Return the checksum of a tensor as it is in its file now."""
+        file = self._place[name]
+        position, left = file.offsets[name], file.tensors[name].num_bytes
+        total = 0
+        while left:
+            data = os.pread(self._descriptor(file.name), min(left, _PIECE), position)
+            if not data:
+                break
+            total += sum_of_words(memoryview(data), position)
+            position, left = position + len(data), left - len(data)
+        return total & WORD
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file beside the weights."""
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        self.write_text(name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file beside the weights."""
         try:
-            (self.staging / name).write_text(text, encoding="utf-8")
+            (self.folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise self._error(error) from error
 
-    def finish(self) -> Path:
-        """Write the index, check that nothing is missing, and give the folder its name."""
-        missing = set(self._files) - self._written
-        assert not missing, f"planned tensors were not written: {listed(missing)}"
-        if len(self._all_files) > 1:
-            self.write_json(INDEX, self._index())
-        try:
-            self.staging.rename(self.folder)  # replaces an empty folder
-            self._release()
-            (self.folder / _MARKER).unlink()
-        except OSError as error:
-            raise self._error(error) from error
-        return self.folder
+    def write_index(self) -> None:
+        """Write the index of several files; a single one has none."""
+        if len(self._files) < 2:
+            return
+        total = sum(t.num_bytes for file in self._files for t in file.tensors.values())
+        weight_map = {name: file.name for name, file in sorted(self._place.items())}
+        self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
-    def _index(self) -> dict[str, Any]:
-        total = sum(t.num_bytes for file in self._all_files for t in file.tensors.values())
-        weight_map = {name: file.name for name, file in sorted(self._files.items())}
-        return {"metadata": {"total_size": total}, "weight_map": weight_map}
+    def close(self) -> None:
+        """Close every file."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def _descriptor(self, name: str) -> int:
+        with self._opening:
+            if name not in self._open:
+                self._open[name] = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC)
+            return self._open[name]
+
+    def _error(self, error: OSError) -> OutputError:
+        needed = sum(file.num_bytes for file in self._files)
+        return output_error(error, self.final, f", {needed} bytes are needed in all")
 
 
-def check_place(folder: Path) -> None:
-    """Check that a folder may be written.
-
-    Raises:
-        OutputError: It is a file, or a folder that is not empty.
-    """
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise OutputError(f"output `{folder}` is a file or a link, expected a new folder")
-    try:
-        taken = folder.is_dir() and any(folder.iterdir())
-    except OSError as error:
-        raise _output_error(error, folder) from error
-    if taken:
-        raise OutputError(
-            f"output folder `{folder}` is not empty",
-            hint="give a new name, or remove the folder first",
-        )
+def _fits(tensor: Tensor, planned: OutputTensor, first_row: int) -> bool:
+    shape = tuple(tensor.shape)
+    if shape == planned.shape:
+        return not first_row
+    if len(shape) != len(planned.shape) or not shape:
+        return False
+    return shape[1:] == planned.shape[1:] and first_row + shape[0] <= planned.shape[0]
 
 
 def _write_at(descriptor: int, data: memoryview, position: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], position + done)
-
-
-def _output_error(error: OSError, folder: Path, more: str = "") -> OutputError:
-    if isinstance(error, OutputError):
-        return error
-    return OutputError(f"cannot write `{folder}`: {error.strerror or error}{more}")

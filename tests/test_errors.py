@@ -166,7 +166,10 @@ RAISED = [
     (checkpoint_error, errors.CheckpointError, "`config.json` is missing in `", ""),
 ]
 # What other test files raise through the public interface, and the bases that are never raised.
-ELSEWHERE = {"QuantloadError", "FormatError", "AccuracyError", "NotComparable", "NotLossless"}
+ELSEWHERE = {
+    *("QuantloadError", "FormatError", "AccuracyError", "NotComparable", "NotLossless"),
+    *("WorkerError", "UploadError"),
+}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from quantload.errors import CheckpointError, OutputError, QuantloadError
 from quantload.loader import side_files, writer
 from quantload.loader.convert import run_plan
 from quantload.loader.output_files import OutputTensor, assign_files
-from quantload.loader.writer import CheckpointWriter
+from quantload.loader.writer import OutputFiles
 from quantload.progress import Silent
 
 LAYER = "model.layers.0"
@@ -41,10 +41,14 @@ def _names(folder):
 
 def _written(folder, tensors, max_bytes=1 << 20):
     planned = [[OutputTensor(n, t.dtype, tuple(t.shape), n)] for n, t in tensors.items()]
-    with CheckpointWriter(folder, assign_files(planned, max_bytes=max_bytes)) as out:
-        for name, tensor in tensors.items():
-            out.write(name, tensor)
-        return out.finish()
+    folder.mkdir()
+    out = OutputFiles(folder, assign_files(planned, max_bytes=max_bytes), final=folder)
+    out.create()
+    for name, tensor in tensors.items():
+        out.write(name, tensor)
+    out.write_index()
+    out.close()
+    return folder
 
 
 def test_br076_index_omits_and_total_size(tmp_path):
@@ -81,7 +85,11 @@ def test_br079_failure_between_weights_and_config(tmp_path, monkeypatch):
     )
     assert done.exit_code == 2
     assert "preprocessor_config.json" in done.stderr
-    assert _names(tmp_path) == ["in"]
+    assert _names(tmp_path) == [".out.unfinished", "in"]
+    monkeypatch.undo()
+    out = converted(folder, tmp_path / "out", "W8A8")
+    assert _names(tmp_path) == ["in", "out"]
+    assert (out / "preprocessor_config.json").read_text() == "{}"
 
 
 def test_br079_a_folder_in_place_of_a_file(tmp_path):
@@ -138,14 +146,13 @@ def test_br085_tied_tensors_are_stored_once(tmp_path):
 _KILLED = """
 import os, signal, sys
 from quantload.cli import main
-from quantload.loader.writer import CheckpointWriter
-write, count = CheckpointWriter.write, [0]
-def dying(self, name, tensor):
-    write(self, name, tensor)
+write, count = os.pwrite, [0]
+def dying(*arguments):
     count[0] += 1
     if count[0] == 12:
         os.kill(os.getpid(), signal.SIGKILL)
-CheckpointWriter.write = dying
+    return write(*arguments)
+os.pwrite = dying
 main(["convert", *sys.argv[1:], "--scheme", "W8A8", "--max-shard-size", "20KB", "-q"])
 """
 
@@ -267,9 +274,7 @@ def test_br107_silent_keep_original(tmp_path):
 
 _PEAK = """
 import resource, sys
-import torch
 from converting import converted
-torch.set_num_threads(1)
 converted(sys.argv[1], sys.argv[2] + "-warm", "W8A8")
 idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 converted(sys.argv[2], sys.argv[2] + "-out", sys.argv[3])
@@ -279,7 +284,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - idle)
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16:g32"])
 def test_br101_peak_host_memory(tmp_path, scheme):
-    """Four times the shards, the same peak: a few of the largest tensors."""
+    """Four times the shards, the same peak: less than one of the shards' tensors a thread."""
     small, peaks = tiny.llama(tmp_path / "small", layers=1), []
     for count in (4, 16):
         shards = [
@@ -295,8 +300,7 @@ def test_br101_peak_host_memory(tmp_path, scheme):
         )
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout))  # KiB
-    assert max(peaks) < 96 << 10
-    assert abs(peaks[1] - peaks[0]) < 16 << 10
+    assert max(peaks) < 48 << 10  # the larger source has 64 MiB
 
 
 def test_br102_slow_network_load(tmp_path, monkeypatch):

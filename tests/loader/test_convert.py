@@ -10,9 +10,11 @@ import torch
 from converting import converted, opened, plan_of
 from safetensors.torch import load_file
 
-import quantload.loader.convert as convert_module
 from quantload.errors import NonFiniteWeight, OutputError
 from quantload.loader.convert import run_plan
+from quantload.loader.convert_task import TaskRunner
+from quantload.loader.tasks import tasks_of
+from quantload.loader.workers import Resources
 from quantload.progress import Silent
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -137,18 +139,38 @@ def test_what_is_not_finite_in_the_source_is_no_overflow(tmp_path, folder):
     assert opened(output).read_plain("model.norm.weight")[0] == float("-inf")
 
 
-def test_an_error_in_the_middle_leaves_nothing(tmp_path, folder, monkeypatch):
-    quantize, calls = convert_module.quantize_rtn, []
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), OSError(5, "I/O error")])
+@pytest.mark.parametrize("call", [1, 5])
+def test_an_error_of_the_machine_keeps_what_is_done(tmp_path, folder, monkeypatch, call, error):
+    """Nothing is under the final name, and the same command continues."""
+    run, calls = TaskRunner.run, []
 
-    def failing(weight, scheme):
-        calls.append(weight)
-        if len(calls) == 5:
-            raise MemoryError
-        return quantize(weight, scheme)
+    def failing(runner, task):
+        calls.append(task)
+        if len(calls) == call:
+            raise error
+        return run(runner, task)
 
-    monkeypatch.setattr(convert_module, "quantize_rtn", failing)
-    with pytest.raises(MemoryError):
-        converted(folder, tmp_path / "out", "W4A16:g32")
+    one = Resources(workers=1)
+    monkeypatch.setattr(TaskRunner, "run", failing)
+    with pytest.raises(type(error)):
+        run_plan(plan_of(folder, "W4A16:g32"), tmp_path / "out", Silent(), one)
+    left = [tmp_path / ".out.unfinished"] if call > 1 else []
+    assert sorted(tmp_path.iterdir()) == [*left, folder]
+    run_plan(plan_of(folder, "W4A16:g32"), tmp_path / "out", Silent(), one)
+    tasks = len(tasks_of(plan_of(folder, "W4A16:g32")))
+    assert len(calls) == call + tasks - (call - 1)
+    whole = converted(folder, tmp_path / "whole", "W4A16:g32")
+    assert _hashes(tmp_path / "out") == _hashes(whole)
+
+
+def test_an_error_about_content_leaves_nothing(tmp_path, folder):
+    made = load_file(folder / "model.safetensors")
+    made["lm_head.weight"][0, 0] = float("nan")  # the last task: others are finished
+    tiny.save_file(made, folder / "model.safetensors")
+    plan = plan_of(folder, "W4A16:g32", ["lm_head=W8A8"])
+    with pytest.raises(NonFiniteWeight, match="weight of `lm_head` cannot be quantized"):
+        run_plan(plan, tmp_path / "out", Silent(), Resources(workers=1))
     assert list(tmp_path.iterdir()) == [folder]
 
 

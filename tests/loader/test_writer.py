@@ -1,11 +1,9 @@
-"""The writer: all or nothing, in a folder of its own."""
+"""The files of an output: made at full size, then filled in any order."""
 
 import errno
 import json
-import multiprocessing
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,40 +11,65 @@ from safetensors.torch import load_file
 
 from quantload.errors import OutputError
 from quantload.loader.output_files import OutputTensor, assign_files
-from quantload.loader.writer import CheckpointWriter, check_place
+from quantload.loader.writer import OutputFiles
 
 TENSORS = {
     "a": torch.arange(6.0).reshape(2, 3),
     "b": torch.tensor(2.5).bfloat16(),
     "c": torch.zeros(0, 4),
+    "d": torch.arange(7, dtype=torch.int8),
 }
 
 
-def _files(max_bytes=1 << 20):
-    planned = [[OutputTensor(name, t.dtype, tuple(t.shape), name)] for name, t in TENSORS.items()]
+def _planned(tensors, max_bytes=1 << 20):
+    planned = [[OutputTensor(name, t.dtype, tuple(t.shape), name)] for name, t in tensors.items()]
     return assign_files(planned, max_bytes=max_bytes)
 
 
-def _write_all(folder, max_bytes=1 << 20):
-    with CheckpointWriter(folder, _files(max_bytes)) as writer:
-        for name in reversed(TENSORS):
-            writer.write(name, TENSORS[name])
-        writer.write_json("config.json", {"a": "ä"})
-        return writer.finish()
+@pytest.fixture
+def new(tmp_path):
+    """Make the files of an output in a new folder."""
+    made = []
+
+    def files(tensors=TENSORS, max_bytes=1 << 20):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        out = OutputFiles(tmp_path / "out", _planned(tensors, max_bytes), final=tmp_path / "final")
+        made.append(out)
+        return out
+
+    yield files
+    for out in made:
+        out.close()
 
 
-def test_the_library_reads_what_is_written(tmp_path):
-    folder = _write_all(tmp_path / "deep" / "out")
-    read = load_file(folder / "model.safetensors")
-    assert {n: t.dtype for n, t in read.items()} == {n: t.dtype for n, t in TENSORS.items()}
-    assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
-    assert (folder / "config.json").read_text(encoding="utf-8") == '{\n  "a": "ä"\n}\n'
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-    assert list(folder.parent.iterdir()) == [folder]
+def _write_all(files, tensors=TENSORS):
+    files.create()
+    for name in reversed(tensors):
+        files.write(name, tensors[name])
+    files.write_index()
+    return files.folder
 
 
-def test_the_index_is_that_of_transformers(tmp_path):
-    folder = _write_all(tmp_path / "out", max_bytes=1)
+def _is_what_was_written(folder, tensors=TENSORS):
+    read = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+    assert {n: t.dtype for n, t in read.items()} == {n: t.dtype for n, t in tensors.items()}
+    return all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+def test_the_library_reads_what_is_written(new):
+    folder = _write_all(new())
+    assert _is_what_was_written(folder)
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+
+
+def test_json_is_utf8(new):
+    files = new()
+    files.write_json("config.json", {"a": "ä"})
+    assert (files.folder / "config.json").read_text(encoding="utf-8") == '{\n  "a": "ä"\n}\n'
+
+
+def test_the_index_is_that_of_transformers(new):
+    folder = _write_all(new(max_bytes=1))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": sum(t.nbytes for t in TENSORS.values())}
     assert set(index["weight_map"]) == set(TENSORS)
@@ -54,165 +77,119 @@ def test_the_index_is_that_of_transformers(tmp_path):
         assert torch.equal(load_file(folder / file)[name], TENSORS[name])
 
 
-def test_strided_and_transposed_tensors(tmp_path):
+def test_strided_and_transposed_tensors(new):
     tensor = torch.arange(12.0).reshape(4, 3)
     views = {"t": tensor.T, "s": tensor[::2, 1:], "c": tensor[:, :1].T.contiguous().T}
-    files = assign_files(
-        [[OutputTensor(n, t.dtype, tuple(t.shape), n) for n, t in views.items()]], max_bytes=10**6
-    )
-    with CheckpointWriter(tmp_path / "out", files) as writer:
-        for name, view in views.items():
-            writer.write(name, view)
-        folder = writer.finish()
-    read = load_file(folder / "model.safetensors")
-    assert all(torch.equal(read[name], view) for name, view in views.items())
+    assert _is_what_was_written(_write_all(new(views), views), views)
 
 
-def test_an_empty_folder_is_used(tmp_path):
-    (tmp_path / "out").mkdir()
-    assert (_write_all(tmp_path / "out") / "config.json").exists()
-
-
-def test_the_present_folder_is_used_if_it_is_empty(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    _write_all(Path())
-    assert (tmp_path / "here" / "config.json").exists()
-
-
-@pytest.mark.parametrize("error", [RuntimeError("x"), KeyboardInterrupt()])
-def test_nothing_is_left_after_an_error(tmp_path, error):
-    with pytest.raises(type(error)), CheckpointWriter(tmp_path / "out", _files()) as writer:  # noqa: PT012
-        writer.write("a", TENSORS["a"])
-        raise error
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_tensor_is_no_checkpoint(tmp_path):
-    with (  # noqa: PT012 - the writer is what raises
-        pytest.raises(AssertionError, match="were not written: `b`, `c`"),
-        CheckpointWriter(tmp_path / "out", _files()) as writer,
-    ):
-        writer.write("a", TENSORS["a"])
-        writer.finish()
-    assert list(tmp_path.iterdir()) == []
+def test_rows_in_any_order(new):
+    files = new()
+    files.create()
+    files.write("a", TENSORS["a"][1:], first_row=1)
+    files.write("a", TENSORS["a"][:1])
+    files.write_bytes("d", TENSORS["d"][4:].numpy().data, start=4)
+    files.write_bytes("d", TENSORS["d"][:4].numpy().data, start=0)
+    read = load_file(files.folder / "model.safetensors")
+    assert torch.equal(read["a"], TENSORS["a"])
+    assert torch.equal(read["d"], TENSORS["d"])
 
 
 @pytest.mark.parametrize(
-    "tensor",
-    [TENSORS["a"].T, TENSORS["a"].double(), TENSORS["a"][:1]],
-    ids=["shape", "dtype", "size"],
+    ("tensor", "first_row"),
+    [
+        (TENSORS["a"].T, 0),
+        (TENSORS["a"].double(), 0),
+        (TENSORS["a"], 1),
+        (TENSORS["a"][:1], 2),
+        (TENSORS["a"][:, :2], 0),
+        (TENSORS["a"].reshape(-1), 0),
+        (torch.tensor(1.0), 0),
+    ],
 )
-def test_a_tensor_that_was_not_planned(tmp_path, tensor):
-    with (
-        pytest.raises(AssertionError, match="planned were"),
-        CheckpointWriter(tmp_path / "out", _files()) as writer,
-    ):
-        writer.write("a", tensor)
+def test_a_tensor_that_was_not_planned(new, tensor, first_row):
+    files = new()
+    files.create()
+    with pytest.raises(AssertionError, match="planned were"):
+        files.write("a", tensor, first_row=first_row)
 
 
-def test_a_tensor_written_twice(tmp_path):
-    with (  # noqa: PT012 - the writer is what raises
-        pytest.raises(AssertionError, match="a is written twice"),
-        CheckpointWriter(tmp_path / "out", _files()) as writer,
-    ):
-        writer.write("a", TENSORS["a"])
-        writer.write("a", TENSORS["a"])
+def test_files_have_their_size_from_the_beginning(new):
+    files = new(max_bytes=1)
+    assert not files.create()
+    planned = _planned(TENSORS, 1)
+    for file in planned:
+        path = files.folder / file.name
+        assert path.stat().st_size == file.num_bytes
+        assert path.read_bytes().startswith(file.header)
+    assert files.create()
 
 
-def _killed(folder):
-    writer = CheckpointWriter(folder, _files())
-    writer.__enter__()
-    os._exit(1)
+def _shorten(path):
+    os.truncate(path, path.stat().st_size - 1)
 
 
-def test_what_a_killed_run_left_is_replaced(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path / "out",))
-    process.start()
-    process.join()
-    assert process.exitcode == 1
-    (left,) = tmp_path.iterdir()
-    assert left.name == ".out.unfinished"
-    (left / "stray").touch()
-    folder = _write_all(tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [folder]
-    assert not (folder / "stray").exists()
+def _lengthen(path):
+    os.truncate(path, path.stat().st_size + 1)
 
 
-def test_a_folder_of_others_in_the_place_of_the_unfinished_one(tmp_path):
-    (tmp_path / ".out.unfinished").mkdir()
-    (tmp_path / ".out.unfinished" / "thesis.txt").touch()
-    with pytest.raises(OutputError, match=r"\.out\.unfinished` is in the way and was not made by"):
-        _write_all(tmp_path / "out")
-    assert (tmp_path / ".out.unfinished" / "thesis.txt").exists()
+def _spoil_header(path):
+    content = bytearray(path.read_bytes())
+    content[12] ^= 1
+    path.write_bytes(content)
 
 
-def test_two_runs_at_once(tmp_path):
-    with CheckpointWriter(tmp_path / "out", _files()) as writer:
-        with pytest.raises(OutputError, match=r"another process is writing `.*out`"):
-            _write_all(tmp_path / "out")
-        for name, tensor in TENSORS.items():
-            writer.write(name, tensor)
-        folder = writer.finish()
-    assert torch.equal(load_file(folder / "model.safetensors")["a"], TENSORS["a"])
+@pytest.mark.parametrize("damage", [_shorten, _lengthen, _spoil_header, os.unlink])
+def test_only_files_that_are_not_as_planned_are_made_anew(new, damage):
+    files = new(max_bytes=1)
+    folder = _write_all(files)
+    damage(folder / "model-00002-of-00004.safetensors")
+    again = new(max_bytes=1)
+    assert not again.create()
+    again.write("b", TENSORS["b"])
+    assert _is_what_was_written(folder)
 
 
-def test_places_that_are_taken(tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name, message in (
-        ("file", "is a file or a link"),
-        ("full", "is not empty"),
-        ("link", "a link"),
-    ):
-        with pytest.raises(OutputError, match=message):
-            check_place(tmp_path / name)
-        with pytest.raises(OutputError, match=message):
-            _write_all(tmp_path / name)
-    with pytest.raises(OutputError, match=r"cannot write `.*`: Not a directory"):
-        _write_all(tmp_path / "file" / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "link"]
-
-
-def test_a_folder_that_fills_up_meanwhile(tmp_path):
-    with (  # noqa: PT012 - the writer is what raises
-        pytest.raises(OutputError, match="Directory not empty"),
-        CheckpointWriter(tmp_path / "out", _files()) as writer,
-    ):
-        for name, tensor in TENSORS.items():
-            writer.write(name, tensor)
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "x").touch()
-        writer.finish()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x"]
-
-
-def test_a_disk_that_is_too_small(tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)
+def test_a_disk_that_is_too_small(new, monkeypatch):
+    files = new()
+    usage = shutil.disk_usage(files.folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-    (file,) = _files()
+    (file,) = _planned(TENSORS)
     with pytest.raises(
-        OutputError, match=rf"disk is too small: {file.num_bytes} bytes needed, 100 free"
+        OutputError, match=rf"disk is too small: {file.num_bytes} bytes needed, 100 free.*final"
     ):
-        _write_all(tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+        files.create()
+    assert list(files.folder.iterdir()) == []
 
 
-def test_a_disk_that_fills_up(tmp_path, monkeypatch):
-    def pwrite(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails(new, monkeypatch, number):
+    def pwrite(*_):
+        raise OSError(number, os.strerror(number))
 
+    files = new()
+    files.create()
     monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(OutputError, match=r"cannot write `.*out`: No space left on device"):
-        _write_all(tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+    (file,) = _planned(TENSORS)
+    with pytest.raises(OutputError) as caught:
+        files.write("a", TENSORS["a"])
+    message = f"cannot write `{files.final}`: {os.strerror(number)}, {file.num_bytes} bytes are"
+    assert message in str(caught.value)
+    assert ("hint: make room" in str(caught.value)) is (number == errno.ENOSPC)
 
 
-def test_short_writes_are_continued(tmp_path, monkeypatch):
+def test_short_writes_are_continued(new, monkeypatch):
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:5], at))
-    folder = _write_all(tmp_path / "out")
-    assert torch.equal(load_file(folder / "model.safetensors")["a"], TENSORS["a"])
+    assert _is_what_was_written(_write_all(new()))
+
+
+def test_the_checksum_of_parts_adds_up_to_that_of_the_file(new):
+    files = new()
+    files.create()
+    parts = [files.write("a", TENSORS["a"][i : i + 1], first_row=i) for i in range(2)]
+    assert files.checksum_of("a") == sum(parts) % 2**64 != 0
+    assert files.checksum_of("d") == 0  # not written yet
+    assert files.checksum_of("c") == files.write("c", TENSORS["c"]) == 0
+    (files.folder / "model.safetensors").write_bytes(b"")
+    assert files.checksum_of("a") == 0

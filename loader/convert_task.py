@@ -1,0 +1,250 @@
+"""Carry out one task of a conversion: read, decode, quantize, encode, write.
+
+A plain weight is read, quantized and written in chunks of rows that stay in the cache: what is
+never held as a whole costs no memory, and no time to fill it. The bytes are those of the weight
+quantized at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantload.errors import NonFiniteWeight, NotLossless
+from quantload.loader.casting import cast, refuse_rounding
+from quantload.loader.checkpoint import TensorEntry
+from quantload.loader.checksum import WORD
+from quantload.loader.formats.compressed_tensors_lossless import encode_lossless
+from quantload.loader.output_files import Leaf, OutputTensor
+from quantload.loader.plan import Plan, PlanRow
+from quantload.loader.row_reader import RowReader, pieces
+from quantload.loader.tasks import Task, shares_range
+from quantload.loader.writer import OutputFiles
+from quantload.quant.qtensor import QuantTensor
+from quantload.quant.rtn import as_blocks
+from quantload.quant.scales import merged_range, shared_range
+
+_log = logging.getLogger("quantload")
+
+
+@dataclass
+class TaskRunner:
+    """Does tasks in one thread; its buffer and open files go from one task to the next.
+
+    Args:
+        plan: What is carried out.
+        files: Where the output goes.
+        reader: Reads the source; weights are quantized on its device.
+    """
+
+    plan: Plan
+    files: OutputFiles
+    reader: RowReader
+    _decoded: tuple[str, Tensor] | None = None
+    _checksum: int = 0
+    _num_bytes: int = 0
+
+    @torch.no_grad()
+    def run(self, task: Task) -> int:
+        """Do a task.
+
+        Returns:
+            The checksum of all bytes that it wrote.
+
+        Raises:
+            NonFiniteWeight: A weight to be quantized is not finite.
+            NotLossless: The plan is lossless, and a value would change.
+            OutputError, CheckpointError: A file cannot be written or read.
+        """
+        self._checksum = self._num_bytes = 0
+        if task.copied is not None:
+            self._copy(task.copied)
+        shared = self._shared_range(task.rows) if task.rows else None
+        for row in task.rows:
+            self._convert(row, shared)
+        self._decoded = None
+        self.reader.shrink()
+        planned = sum(output.num_bytes for output in task.outputs)
+        assert self._num_bytes == planned, (
+            f"{self._num_bytes} bytes of `{task.outputs[0].name}` and what belongs to it were "
+            f"written, planned were {planned}"
+        )
+        return self._checksum & WORD
+
+    # -- tensors that stay in full precision ---------------------------------------------------
+
+    def _copy(self, output: OutputTensor) -> None:
+        entry = self.plan.source.checkpoint.tensors[output.source]
+        if entry.is_contiguous and entry.dtype == output.dtype:
+            self._copy_bytes(entry, output, start=0)
+            return
+        tensor = self.plan.source.read_plain(output.source)
+        narrowed = cast(tensor, output.dtype, output.name)
+        if self.plan.lossless:
+            refuse_rounding(tensor, narrowed, output.name)
+        self._write(output.name, narrowed)
+
+    def _copy_bytes(self, entry: TensorEntry, output: OutputTensor, *, start: int) -> None:
+        """Copy the bytes of a tensor from its byte `start` on."""
+        done = 0
+        while done < output.num_bytes:
+            many = min(self.reader.chunk_bytes, output.num_bytes - done)
+            piece = self.reader.read(entry, start + done, many)
+            self._checksum += self.files.write_bytes(output.name, piece.numpy().data, start=done)
+            self._num_bytes += many
+            done += many
+
+    def _keep(self, row: PlanRow) -> None:
+        (output,) = row.outputs
+        if row.region is None:
+            self._write(output.name, self._read_whole(row))
+            return
+        entry = self.plan.source.checkpoint.tensors[row.region.tensor]
+        if entry.dtype == row.dtype and row.region.row_stride == row.region.columns:
+            self._copy_bytes(entry, output, start=row.region.first * entry.dtype.itemsize)
+            return
+        for start, rows in self._rows(row, step=1):
+            self._write(output.name, rows, first_row=start)
+
+    def _write(self, name: str, tensor: Tensor, *, first_row: int = 0) -> None:
+        self._checksum += self.files.write(name, tensor, first_row=first_row)
+        self._num_bytes += tensor.nbytes
+
+    # -- weights that are quantized ------------------------------------------------------------
+
+    def _convert(self, row: PlanRow, shared: Tensor | None) -> None:
+        if row.scheme is None:
+            self._keep(row)
+            return
+        if row.keeps_values:
+            self._write_leaves(row, _same_values(self.plan, row), first_row=0)
+            return
+        lost = 0
+        for start, weight in self._rows(row, step=self.plan.target.row_step(row.scheme)):
+            quantized = self._quantize(weight, row, shared)
+            lost += _lost_groups(weight, quantized)
+            leaves = self.plan.target.encode(quantized, row.scheme, _matrix_shape(row))
+            self._write_leaves(row, leaves, first_row=start)
+        _tell_lost_groups(lost, row)
+
+    def _quantize(self, weight: Tensor, row: PlanRow, shared: Tensor | None) -> QuantTensor:
+        assert row.scheme is not None, "full precision is not quantized"
+        assert row.scheme.weight is not None, "full precision is not quantized"
+        try:
+            return self.plan.target.quantize(weight, row.scheme.weight, shared=shared)
+        except NonFiniteWeight as error:
+            raise NonFiniteWeight(
+                f"weight of `{row.module}` cannot be quantized: {error.message}",
+                hint=f"keep it with the rule `{row.module} = keep`, or repair the source",
+            ) from error
+
+    def _write_leaves(self, row: PlanRow, leaves: dict[str, Tensor], *, first_row: int) -> None:
+        """Write the leaves of some rows of a weight; those that are the same for all only once."""
+        planned = {output.name: output.shape for output in row.outputs}
+        before = self._layout(row, first_row) if first_row else {}
+        for leaf, part in leaves.items():
+            name = f"{row.module}.{leaf}"
+            if not first_row:
+                self._write(name, part)
+            elif tuple(part.shape) != planned[name]:
+                self._write(name, part, first_row=before[leaf].shape[0])
+
+    def _layout(self, row: PlanRow, rows: int) -> dict[str, Leaf]:
+        """Return the tensors that the first rows of a weight fill."""
+        assert row.scheme is not None, "full precision has no leaves"
+        return self.plan.target.layout(row.scheme, (rows, _matrix_shape(row)[1]), row.dtype)
+
+    # -- ranges that several parts share -------------------------------------------------------
+
+    def _shared_range(self, rows: tuple[PlanRow, ...]) -> Tensor | None:
+        """Return the range of a weight, or of all members of a fused group, if a scale needs it."""
+        if not all(shares_range(row) for row in rows):
+            return None
+        return merged_range([self._range_of(row) for row in rows])
+
+    def _range_of(self, row: PlanRow) -> Tensor:
+        assert row.scheme is not None, "full precision has no scale"
+        parts = self._rows(row, step=self.plan.target.row_step(row.scheme))
+        return merged_range([shared_range(rows) for _, rows in parts])
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def _rows(self, row: PlanRow, *, step: int | None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, rows) of a weight in the dtype of the plan.
+
+        Rows are valid until the next are asked for. A weight that must be encoded as a whole, or
+        that has to be decoded, comes in one piece.
+        """
+        if row.region is None:
+            if self._decoded is None or self._decoded[0] != row.module:
+                self._decoded = None  # frees it
+                self._decoded = row.module, self._read_whole(row).to(self.reader.device)
+            yield from pieces(self._decoded[1], step=step)
+            return
+        entry = self.plan.source.checkpoint.tensors[row.region.tensor]
+        for start, rows in self.reader.rows(entry, row.region, step=step):
+            yield start, cast(rows, row.dtype, row.module)
+
+    def _read_whole(self, row: PlanRow) -> Tensor:
+        source = self.plan.source
+        if row.read_from not in source.weights:
+            weight = source.read_plain(row.read_from)
+        elif row.scheme is None:
+            weight = source.read_parameter(row.read_from)
+        else:
+            weight = source.read_dense(row.read_from)
+        return cast(weight, row.dtype, row.module)
+
+
+def _matrix_shape(row: PlanRow) -> tuple[int, int]:
+    rows, columns = row.shape
+    return rows, columns
+
+
+def _same_values(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
+    """Encode what the source holds, code for code."""
+    assert row.scheme is not None, "only quantized weights keep their codes"
+    weight = plan.source.read_weight(row.read_from)
+    planned = {o.name.removeprefix(f"{row.module}."): Leaf(o.dtype, o.shape) for o in row.outputs}
+    try:
+        if not isinstance(weight, QuantTensor):
+            raise NotLossless("its format decodes it to floats")
+        return encode_lossless(weight, row.scheme, planned)
+    except NotLossless as error:
+        raise NotLossless(
+            f"`{row.module}` ({row.source}) cannot be written as {row.scheme} with the same "
+            f"values: {error.message}",
+            hint=f"dequantize it with the rule `{row.module} = dense`",
+        ) from error
+
+
+def _lost_groups(weight: Tensor, quantized: QuantTensor) -> int:
+    """Count groups that are zeros only because the dtype of the scales has no scale for them.
+
+    Args:
+        weight: [N, K], what was quantized.
+        quantized: What became of it.
+    """
+    if not quantized.scale.dtype.is_floating_point or quantized.scale.dtype.itemsize < 2:
+        return 0
+    eps = torch.finfo(quantized.scale.dtype).eps
+    stands_in = quantized.scale == eps  # for a scale of zero, see `quant/rtn.py`
+    if not bool(stands_in.any()):
+        return 0
+    largest = as_blocks(weight.abs(), quantized.block).amax(dim=(1, 3))
+    return int((stands_in & (largest > 0) & (largest < eps / 2)).sum())
+
+
+def _tell_lost_groups(lost: int, row: PlanRow) -> None:
+    if lost:
+        _log.warning(
+            "%d group%s of `%s` become zeros: their scale is below what `%s` holds",
+            lost,
+            "s" if lost > 1 else "",
+            row.module,
+            row.dtype,
+        )

@@ -1,0 +1,167 @@
+"""What a plan makes to do: pieces of work that any thread or process can do in any order.
+
+A task is one module, or the members of a fused group where they share a value (the global scale of
+NVFP4); or one tensor that is copied. Which rows are read, and what bytes come out, is fixed by the
+plan alone, so that the output does not depend on who does what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantload import __version__
+from quantload.loader.output_files import OutputTensor
+from quantload.loader.plan import Plan, PlanRow
+from quantload.loader.row_reader import CHUNK_BYTES
+from quantload.loader.staging import Identity
+
+_FLOATS = 3  # copies of a decoded weight in float32 that exist at a time
+
+
+@dataclass(frozen=True)
+class Task:
+    """A piece of work.
+
+    Args:
+        number: Its place in the plan; journals name it by this.
+        rows: Modules whose weights are read, quantized and written together.
+        copied: A tensor that is copied, or cast; None if there are rows.
+        source_bytes: Bytes that it reads.
+        working_bytes: Memory that it needs.
+        place: File and byte where it begins to read, to go through files in order.
+    """
+
+    number: int
+    rows: tuple[PlanRow, ...]
+    copied: OutputTensor | None
+    source_bytes: int
+    working_bytes: int
+    place: tuple[str, int]
+
+    @property
+    def outputs(self) -> tuple[OutputTensor, ...]:
+        """The tensors that it writes."""
+        if self.copied is not None:
+            return (self.copied,)
+        return tuple(tensor for row in self.rows for tensor in row.outputs)
+
+
+def tasks_of(plan: Plan) -> list[Task]:
+    """Return the tasks of a plan; the place of a task in the list is its number."""
+    tasks: list[Task] = []
+    for rows in _together(plan):
+        tasks.append(
+            Task(
+                number=len(tasks),
+                rows=rows,
+                copied=None,
+                source_bytes=sum(row.source_bytes for row in rows),
+                working_bytes=max(working_bytes(plan, row) for row in rows),
+                place=_place(plan, rows[0]),
+            )
+        )
+    for tensor in plan.plain:
+        entry = plan.source.checkpoint.tensors[tensor.source]
+        is_raw = entry.is_contiguous and entry.dtype == tensor.dtype
+        tasks.append(
+            Task(
+                number=len(tasks),
+                rows=(),
+                copied=tensor,
+                source_bytes=entry.num_bytes,
+                working_bytes=CHUNK_BYTES if is_raw else 3 * entry.num_bytes,
+                place=(str(entry.file), entry.start),
+            )
+        )
+    return tasks
+
+
+def working_bytes(plan: Plan, row: PlanRow) -> int:
+    """Return the memory that the conversion of a module takes, estimated from above."""
+    step = None if row.scheme is None else plan.target.row_step(row.scheme)
+    if row.region is not None and (row.scheme is None or step is not None):
+        return 4 * max(CHUNK_BYTES, 4 * row.region.columns * (step or 1))
+    elements = 1
+    for size in row.shape:
+        elements *= size
+    return row.source_bytes + row.output_bytes + _FLOATS * 4 * elements
+
+
+def share_of(tasks: Sequence[Task], rank: int, ranks: int) -> list[Task]:
+    """Return the tasks of one of several processes: a run of neighbours of about equal bytes."""
+    ordered = sorted(tasks, key=lambda task: task.place)
+    total = sum(task.source_bytes for task in ordered) or 1
+    share, before = [], 0
+    for task in ordered:
+        if min(ranks - 1, before * ranks // total) == rank:
+            share.append(task)
+        before += task.source_bytes
+    return share
+
+
+def identity_of(plan: Plan) -> Identity:
+    """Return what makes two runs the same conversion: source, decisions, layout of the output."""
+    files = {entry.file for entry in plan.source.checkpoint.tensors.values()}
+    content = {
+        "version": __version__,
+        "source": [_fingerprint(plan, name) for name in sorted(plan.source.checkpoint.tensors)],
+        "files": sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files),
+        "rows": [
+            (row.module, repr(row.scheme), row.read_from, row.keeps_values, str(row.dtype))
+            for row in plan.rows
+        ],
+        "output": [(f.name, hashlib.sha256(f.header).hexdigest()) for f in plan.files],
+        "config": plan.config,
+        "config_files": plan.config_files,
+        "lossless": plan.lossless,
+    }
+    text = json.dumps(content, sort_keys=True, default=str)
+    schemes = Counter(str(row.scheme or "full precision") for row in plan.rows)
+    counted = ", ".join(f"{count} x {scheme}" for scheme, count in schemes.most_common())
+    summary = f"`{plan.source.checkpoint.name}` to {plan.target.name} ({counted})"
+    return Identity(hashlib.sha256(text.encode()).hexdigest(), summary)
+
+
+def _fingerprint(plan: Plan, name: str) -> tuple[object, ...]:
+    entry = plan.source.checkpoint.tensors[name]
+    return (name, str(entry.dtype), entry.shape, entry.file.name, entry.start, entry.num_bytes)
+
+
+def _together(plan: Plan) -> list[tuple[PlanRow, ...]]:
+    """Return the modules of each task, in the order of the plan."""
+    group_of = {module: number for number, group in enumerate(plan.groups) for module in group}
+    tasks: dict[object, list[PlanRow]] = {}
+    for row in plan.rows:
+        key: object = row.module
+        if _shares_group_range(row) and row.module in group_of:
+            key = group_of[row.module], row.scheme
+        tasks.setdefault(key, []).append(row)
+    return [tuple(rows) for rows in tasks.values()]
+
+
+def shares_range(row: PlanRow) -> bool:
+    """True if a scale is computed from the range of the whole weight."""
+    if row.scheme is None or row.scheme.weight is None or row.keeps_values:
+        return False
+    return row.scheme.weight.shares_range
+
+
+def _shares_group_range(row: PlanRow) -> bool:
+    """True if a scale is computed from the range of all members of a fused group."""
+    if row.scheme is None or row.scheme.weight is None:
+        return False
+    return shares_range(row) and row.scheme.weight.scale == "e4m3"
+
+
+def _place(plan: Plan, row: PlanRow) -> tuple[str, int]:
+    tensors = plan.source.checkpoint.tensors
+    weight = plan.source.weights.get(row.read_from)
+    names = list(weight.leaves.values()) if weight is not None else [row.read_from]
+    entries = [tensors[name] for name in names if name in tensors]
+    largest = max(entries, key=lambda entry: entry.num_bytes)
+    start = largest.start if row.region is None else largest.start + row.region.first
+    return str(largest.file), start

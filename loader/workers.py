@@ -1,0 +1,140 @@
+"""Threads that work through tasks, within a budget of memory.
+
+Every task is done by one thread; the slow parts (reading, arithmetic on tensors, writing) let the
+others run meanwhile. A task that needs more than the whole budget runs alone.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from quantload.errors import ConfigError
+from quantload.loader.tasks import Task
+
+DEFAULT_MEMORY = 1 << 30
+CPU = torch.device("cpu")
+Do = Callable[[Task], None]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a conversion may use.
+
+    Args:
+        memory: Bytes of working memory, above what the interpreter and its libraries take.
+        workers: Threads; None takes one a core of this process's share.
+        device: Where weights are quantized.
+    """
+
+    memory: int = DEFAULT_MEMORY
+    workers: int | None = None
+    device: torch.device = CPU
+
+    def __post_init__(self) -> None:
+        if self.memory <= 0 or (self.workers is not None and self.workers <= 0):
+            raise ConfigError(
+                f"memory is {self.memory} bytes and workers are {self.workers}, expected positive "
+                "numbers"
+            )
+
+    def threads(self, *, processes: int = 1) -> int:
+        """Return the number of threads of one of several processes on this machine."""
+        if self.workers is not None:
+            return self.workers
+        return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def work_through(
+    tasks: Iterable[Task],
+    worker: Callable[[], AbstractContextManager[Do]],
+    *,
+    threads: int,
+    memory: int,
+    finished: Callable[[Task], None],
+) -> None:
+    """Do every task.
+
+    Args:
+        tasks: In the order in which they are begun.
+        worker: Opened by each thread; gives the function that does one task in it.
+        threads: Number of threads.
+        memory: Budget in bytes for the working memory of tasks that run at a time.
+        finished: Is called in this thread after each task.
+
+    Raises:
+        BaseException: Whatever a task raised first; the others are ended before.
+    """
+    pool = _Pool(list(tasks), worker, memory)
+    running = [
+        threading.Thread(target=pool.run, name=f"worker-{number}", daemon=True)
+        for number in range(min(threads, len(pool.waiting)) or 1)
+    ]
+    for thread in running:
+        thread.start()
+    try:
+        pool.collect(finished)
+    finally:
+        pool.stop()
+        for thread in running:
+            thread.join()
+
+
+class _Pool:
+    """What the threads share."""
+
+    def __init__(
+        self, tasks: list[Task], worker: Callable[[], AbstractContextManager[Do]], memory: int
+    ) -> None:
+        self.waiting = tasks[::-1]
+        self._number = len(tasks)
+        self._worker = worker
+        self._free = self._memory = memory
+        self._condition = threading.Condition()
+        self._ended: queue.SimpleQueue[Task | BaseException] = queue.SimpleQueue()
+        self._is_stopped = False
+
+    def run(self) -> None:
+        torch.set_num_threads(1)  # of this thread: each does whole tasks by itself
+        try:
+            with self._worker() as do:
+                while (task := self._next()) is not None:
+                    do(task)
+                    self._give_back(task)
+                    self._ended.put(task)
+        except BaseException as error:  # noqa: BLE001 - raised again by `collect`
+            self._ended.put(error)
+
+    def collect(self, finished: Callable[[Task], None]) -> None:
+        for _ in range(self._number):
+            ended = self._ended.get()
+            if isinstance(ended, BaseException):
+                raise ended
+            finished(ended)
+
+    def stop(self) -> None:
+        with self._condition:
+            self._is_stopped = True
+            self._condition.notify_all()
+
+    def _next(self) -> Task | None:
+        """Take the next task as soon as there is memory for it."""
+        with self._condition:
+            while self.waiting and not self._is_stopped:
+                needed = min(self.waiting[-1].working_bytes, self._memory)
+                if needed <= self._free:
+                    self._free -= needed
+                    return self.waiting.pop()
+                self._condition.wait()
+            return None
+
+    def _give_back(self, task: Task) -> None:
+        with self._condition:
+            self._free += min(task.working_bytes, self._memory)
+            self._condition.notify_all()
