@@ -18,6 +18,7 @@ from quantload.accuracy.config_check import config_differences
 from quantload.accuracy.weight_check import WeightCheck, check_quantized, sqnr_floor_db
 from quantload.errors import QuantloadError, listed
 from quantload.loader.checkpoint import files_kept_open
+from quantload.loader.experts import apart_as_in
 from quantload.loader.source import FLOAT_DTYPES, Source
 from quantload.mappers.facts import facts_from_names
 from quantload.progress import Progress
@@ -96,6 +97,7 @@ def verify_sources(
         nearest: The output was rounded to nearest, as a conversion does: hold every weight to its
             rounding step.
     """
+    source = apart_as_in(source, output)
     tied = facts_from_names(source.weights, tied_head=True).tied  # of a head that was untied
     origin = {module: tied.get(module, module) for module in output.weights}
     layers = []

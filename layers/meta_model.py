@@ -40,6 +40,7 @@ from transformers.core_model_loading import (
 from transformers.pytorch_utils import Conv1D
 
 from quantload.errors import ModelError
+from quantload.mappers.expert_layouts import ExpertLayout, layout_of
 from quantload.mappers.mapper import Conversion, Piece
 
 TransformersModel: TypeAlias = PreTrainedModel
@@ -57,6 +58,7 @@ _AUTO_CLASSES: tuple[Any, ...] = (
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
 _LARGE = 1 << 22
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_EXPERT_WEIGHT = re.compile(r"(?P<block>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight")
 
 
 def build_on_meta(
@@ -259,6 +261,7 @@ def checkpoint_conversion(model: PreTrainedModel) -> Callable[[str], Conversion]
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    layout = layout_of(model.config.to_dict())
 
     def convert(name: str) -> Conversion:
         for renaming in renamings:
@@ -267,7 +270,7 @@ def checkpoint_conversion(model: PreTrainedModel) -> Callable[[str], Conversion]
             target, pattern = converter.rename_source_key(name)
             if pattern is not None:
                 return _converted(converter, name, target, pattern)
-        return Conversion(name)
+        return _one_expert(layout, name) or Conversion(name)
 
     return convert
 
@@ -281,6 +284,20 @@ def _converted(converter: WeightConverter, name: str, target: str, pattern: str)
         return Conversion(name, refused=f"transformers converts it by {names}, which is not built")
     sources = list(converter.source_patterns)
     return Conversion(target, Piece(int(expert[1]), sources.index(pattern), len(sources)))
+
+
+def _one_expert(layout: ExpertLayout | None, name: str) -> Conversion | None:
+    """Return the place of a single expert where transformers has no converter for it."""
+    match = _EXPERT_WEIGHT.fullmatch(name)
+    if match is None or layout is None or layout.is_converted:
+        return None
+    for parameter, projections in layout.projections.items():
+        if match["projection"] in projections:
+            part, parts = projections.index(match["projection"]), len(projections)
+            first = layout.orientation == "input first"  # "either" is that of files, not of models
+            piece = Piece(int(match["expert"]), part, parts, is_transposed=first)
+            return Conversion(f"{match['block']}.{parameter}", piece)
+    return None
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

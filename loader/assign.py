@@ -115,8 +115,7 @@ def assign(
     places = _Places(model, tied)
     jobs, dropped = _jobs(model, source, mapper, places)
     places.check(jobs)
-    todo = _by_module(jobs)
-    progress = progress or Silent()
+    todo, progress = _by_module(jobs), progress or Silent()
     progress.start("load", total=sum(job.num_bytes for job in jobs), unit="B")
     for path, module_jobs in todo.items():
         module = model.get_submodule(path)
@@ -160,10 +159,9 @@ def _jobs(
         else:
             lost += names
     if lost:
-        lines = [mapper.explain(name) for name in lost[:3]]
         raise UnexpectedTensor(
             f"tensors have no place in the model: {listed(lost)}, in `{source.checkpoint.name}`",
-            hint="; ".join(lines),
+            hint="; ".join(mapper.explain(name) for name in lost[:3]),
         )
     return jobs, dropped
 
@@ -313,6 +311,7 @@ class _Places:
         piece = target.piece
         if piece is None:
             return shape
+        shape = (*shape[:1], *shape[:0:-1]) if piece.is_transposed else shape
         if len(shape) != 3 or piece.expert >= shape[0] or shape[1] % piece.parts:
             raise ShapeError(f"`{target.name}` has shape `{shape}`, without a place for `{target}`")
         return shape[1] // piece.parts, shape[2]
@@ -350,13 +349,15 @@ class _Places:
         module, leaf = self.model.get_submodule(job.target.module), job.target.leaf
         tensors = module._parameters if leaf in module._parameters else module._buffers
         place = tensors[leaf]
-        assert place is not None, f"place {job.target} exists"
+        assert place is not None, "the place of a job exists"
         value = _fitting(value.to(device), place.dtype, job)
         piece = job.target.piece
         if piece is not None:
             if place.device.type == "meta":
                 place = torch.empty(place.shape, dtype=place.dtype, device=device)
-            place.data[piece.expert].chunk(piece.parts)[piece.part].copy_(value)
+            axis = 1 if piece.is_transposed else 0
+            part = place.data[piece.expert].chunk(piece.parts, axis)[piece.part]
+            part.copy_(value.t() if axis else value)
             value = place
         if leaf in module._parameters and not isinstance(value, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)

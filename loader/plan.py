@@ -7,23 +7,21 @@ tensor: its dtype, shape, file and offset. Everything later only executes the pl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from quantload.loader.checkpoint import TensorEntry
-from quantload.loader.formats.compressed_tensors_lossless import lossless_layout
 from quantload.loader.formats.target import Target
-from quantload.loader.formats.targets import COMPRESSED_TENSORS
-from quantload.loader.model_dtype import DTYPE_NAMES, config_dtype
+from quantload.loader.model_dtype import DTYPE_NAMES
 from quantload.loader.output_files import OutputFile, OutputTensor, assign_files
+from quantload.loader.plan_choice import agree_in_blocks, choose, kind_of
 from quantload.loader.plan_config import output_config
-from quantload.loader.plan_fit import fit, refuse_same, refuse_unwritable
-from quantload.loader.plan_groups import OnSplit, SplitOutcome, settle_groups
-from quantload.loader.plan_row import PlanRow, SourceRegion
-from quantload.loader.plan_same import is_in_scheme, refuse_loss, same_scheme
+from quantload.loader.plan_groups import settle_groups
+from quantload.loader.plan_options import PlanOptions
+from quantload.loader.plan_row import PlanRow
+from quantload.loader.plan_rows import kept_rows, plain_tensor, row_of
+from quantload.loader.plan_same import refuse_loss
 from quantload.loader.plan_warnings import (
+    about_experts,
     about_input_scales,
     about_kept,
     about_partial_blocks,
@@ -32,32 +30,9 @@ from quantload.loader.plan_warnings import (
     about_unfit_widths,
     about_unlike_members,
 )
-from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
-from quantload.mappers.default_keeps import reason_to_keep
-from quantload.mappers.facts import Kind, ModelFacts, missing_layers
-from quantload.quant.rules import QuantConfig, resolve
-from quantload.quant.scheme import SAME, Scheme
-
-DEFAULT_SHARD_BYTES = 5_000_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Options of a plan.
-
-    Args:
-        dtype: dtype of everything in full precision, and of scales; None keeps what is stored.
-        on_split: What to do when rules split a fused group: "error", "keep" or "promote".
-        max_shard_bytes: Largest size of one output file's data.
-        lossless: Refuse whatever would change a value.
-        target: The format that is written.
-    """
-
-    dtype: torch.dtype | None = None
-    on_split: OnSplit = "error"
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES
-    lossless: bool = False
-    target: Target = COMPRESSED_TENSORS
+from quantload.loader.source import Source
+from quantload.mappers.facts import ModelFacts, expert_blocks, extra_layers, missing_layers
+from quantload.quant.rules import QuantConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,20 +92,25 @@ def make_plan(
         ConfigError: Rules do not fit the model; UnusedRule and RuleSplitsStack are kinds of it.
     """
     options = options or PlanOptions()
-    choices, undecided = _choose(source, config, facts, options)
+    chosen = choose(source, config, facts, options)
+    source, facts = chosen.source, chosen.facts
+    blocks = expert_blocks(chosen.of)
+    choices = agree_in_blocks(chosen.of, blocks)
+    in_blocks = {module for block in blocks for module in block}
+    groups = (*(group for group in facts.groups if not in_blocks.issuperset(group)), *blocks)
     outcome = settle_groups(
         {module: choice.scheme for module, choice in choices.items()},
         {module: choice.reason for module, choice in choices.items()},
-        [g for g in facts.groups if not all(m in choices and choices[m].is_same for m in g)],
+        [g for g in groups if not all(m in choices and choices[m].is_same for m in g)],
         options.on_split,
     )
-    rows = tuple(_row(choice, outcome, source, options) for choice in choices.values())
-    rows += tuple(_kept_rows(source, options))
+    rows = tuple(row_of(choice, outcome, source, options) for choice in choices.values())
+    rows += tuple(kept_rows(source, options, chosen.whole_experts))
     if options.lossless:
         refuse_loss(source, rows)
     done = {tensor.source for row in rows for tensor in row.outputs}
     plain = tuple(
-        _plain_tensor(entry, source, options)
+        plain_tensor(entry, source, options)
         for entry in source.plain.values()
         if entry.name not in done
     )
@@ -140,21 +120,25 @@ def make_plan(
         schemes,
         target=options.target,
         kept=[row.module for row in rows if row.scheme is None and _is_linear(row, facts)],
-        named=[module for module in schemes if _kind_of(module, facts) != "linear"],
+        named=[module for module in schemes if kind_of(module, facts) != "linear"],
         facts=facts,
         untied=any(row.module in facts.tied for row in rows),
         dtypes={row.dtype for row in rows},
     )
     warnings = [*source.warnings, *outcome.warnings]
-    warnings += [f"rule `{rule}` decides nothing: other rules cover more" for rule in undecided]
+    warnings += [
+        f"rule `{rule}` decides nothing: other rules cover more" for rule in chosen.undecided
+    ]
     warnings += [*about_requantizing(source, rows), *about_kept(source, config, rows)]
     if reason := missing_layers(source.checkpoint.config, source.checkpoint.tensors):
         warnings.append(f"the checkpoint is incomplete: {reason}")
+    if reason := extra_layers(source.checkpoint.config, source.checkpoint.tensors):
+        warnings.append(f"layers that no model loads: {reason}")
     if not schemes and config.default is not None and config.default.weight is not None:
         warnings.append(f"no module is quantized to {config.default}; the plan says why")
     warnings += [*about_input_scales(source, rows), *about_partial_blocks(rows)]
-    warnings += about_unfit_widths(rows)
-    warnings += [*about_unlike_members(rows, facts.groups), *about_transformers(rows, facts)]
+    warnings += [*about_unfit_widths(rows), *about_experts(config, rows, chosen.not_served)]
+    warnings += [*about_unlike_members(rows, groups), *about_transformers(rows, facts)]
     return Plan(
         source=source,
         rows=rows,
@@ -175,185 +159,8 @@ def make_plan(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Choice:
-    """What rules and defaults say of one module, before fused groups are settled."""
-
-    module: str
-    weight: SourceWeight
-    scheme: Scheme | None
-    reason: str
-    keeps_values: bool = False
-    is_same: bool = False
-
-
-def _choose(
-    source: Source, config: QuantConfig, facts: ModelFacts, options: PlanOptions
-) -> tuple[dict[str, _Choice], tuple[object, ...]]:
-    weights = dict(source.weights)
-    aliases = {
-        alias: owner
-        for alias, owner in facts.tied.items()
-        if owner in weights and alias not in weights
-    }
-    weights |= {alias: weights[owner] for alias, owner in aliases.items()}
-    resolution = resolve(config, {module: facts.names_of(module) for module in weights})
-    choices = {}
-    for module, weight in weights.items():
-        decision = resolution.decisions[module]
-        scheme = decision.scheme
-        reason = f"rule `{decision.rule}`" if decision.rule else "default scheme"
-        keeps_values = False
-        if scheme == SAME:
-            refuse_same(options.target)
-            scheme, same_reason = same_scheme(weight, try_all=options.lossless)
-            reason, keeps_values = f"{reason}: {same_reason}", scheme is not None
-        elif scheme is not None and scheme.weight is not None:
-            kept = reason_to_keep(module, _kind_of(module, facts))
-            if kept is not None and not decision.covers_whole_name:
-                scheme, reason = None, f"kept by default: {kept}"
-            else:
-                scheme, reason = fit(scheme, weight, reason)
-                refuse_unwritable(options.target, scheme, weight)
-                keeps_values = (
-                    scheme is not None
-                    and options.target.keeps_values
-                    and is_in_scheme(weight, scheme)
-                )
-                reason += "; it is in this scheme already" if keeps_values else ""
-        choices[module] = _Choice(
-            module=module,
-            weight=weight,
-            scheme=scheme,
-            reason=reason,
-            keeps_values=keeps_values,
-            is_same=decision.scheme == SAME,
-        )
-    for alias, owner in aliases.items():
-        are_dense = _is_dense(choices[alias].scheme) and _is_dense(choices[owner].scheme)
-        if are_dense or choices[alias].is_same:
-            del choices[alias]  # stays tied: nothing of its own is written
-        else:
-            reason = f"{choices[alias].reason}; untied from `{owner}`"
-            choices[alias] = replace(choices[alias], reason=reason)
-    return choices, resolution.undecided
-
-
-def _is_dense(scheme: Scheme | None) -> bool:
-    return scheme is None or scheme.weight is None
-
-
-def _kind(module: str, facts: ModelFacts) -> Kind:
-    if module in facts.tied:
-        return "embedding" if facts.kinds.get(facts.tied[module]) == "head" else "head"
-    return "linear"
-
-
-def _row(choice: _Choice, outcome: SplitOutcome, source: Source, options: PlanOptions) -> PlanRow:
-    module, weight = choice.module, choice.weight
-    scheme = outcome.schemes[module]
-    keeps_values = choice.keeps_values and scheme == choice.scheme
-    dtype = _working_dtype(weight, source, options, is_scale=not _is_dense(scheme))
-    if scheme is None or scheme.weight is None:
-        name = weight.parameter_name if module == weight.module else f"{module}.weight"
-        tensors = [OutputTensor(name, dtype, weight.parameter_shape, weight.parameter_name)]
-    else:
-        leaves = (
-            lossless_layout(weight, scheme, source.checkpoint.tensors)
-            if keeps_values
-            else options.target.layout(scheme, weight.shape, dtype)
-        )
-        tensors = [
-            OutputTensor(f"{module}.{leaf}", spec.dtype, spec.shape, module)
-            for leaf, spec in leaves.items()
-        ]
-    return PlanRow(
-        module=module,
-        shape=weight.parameter_shape,
-        source=weight.encoding,
-        scheme=scheme if scheme is not None and scheme.weight is not None else None,
-        reason=outcome.reasons[module],
-        dtype=dtype,
-        read_from=weight.module,
-        keeps_values=keeps_values,
-        is_same=choice.is_same,
-        outputs=tuple(tensors),
-        source_bytes=_source_bytes(weight, source),
-        region=_region(weight, source),
-    )
-
-
-def _region(weight: SourceWeight, source: Source) -> SourceRegion | None:
-    """Return where a plain matrix lies; None if it has to be decoded or put in order."""
-    entry = source.checkpoint.tensors.get(weight.parameter_name)
-    if entry is None or not entry.is_contiguous or source.reader.widens_floats:
-        return None
-    if weight.is_quantized or entry.shape != weight.shape or entry.dtype not in FLOAT_DTYPES:
-        return None
-    rows, columns = weight.shape
-    return SourceRegion(tensor=entry.name, first=0, rows=rows, columns=columns, row_stride=columns)
-
-
-def _source_bytes(weight: SourceWeight, source: Source) -> int:
-    return sum(source.checkpoint.tensors[name].num_bytes for name in weight.leaves.values())
-
-
-def _working_dtype(
-    weight: SourceWeight, source: Source, options: PlanOptions, *, is_scale: bool
-) -> torch.dtype:
-    """Return the dtype of the full-precision weight or of the scales.
-
-    A plain weight keeps its stored dtype. A quantized one has no float dtype of its own: it takes
-    that of the model's config.
-    """
-    if options.dtype is not None:
-        return options.dtype
-    if not weight.is_quantized and not source.reader.widens_floats:
-        # no engine multiplies with scales in float64
-        return torch.float32 if is_scale and weight.dtype == torch.float64 else weight.dtype
-    return config_dtype(source.checkpoint.config) or weight.dtype
-
-
-def _kept_rows(source: Source, options: PlanOptions) -> list[PlanRow]:
-    """Return rows for tensors of two or more dimensions that no scheme reaches: none is silent."""
-    rows = []
-    for entry in source.plain.values():
-        if len(entry.shape) < 2 or entry.dtype not in FLOAT_DTYPES:
-            continue
-        tensor = _plain_tensor(entry, source, options)
-        rows.append(
-            PlanRow(
-                module=entry.name,
-                shape=entry.shape,
-                source=str(entry.dtype).removeprefix("torch.").upper(),
-                scheme=None,
-                reason=f"kept: a tensor of {len(entry.shape)} dimensions, not the weight of a "
-                "linear layer",
-                dtype=tensor.dtype,
-                read_from=entry.name,
-                outputs=(tensor,),
-                source_bytes=entry.num_bytes,
-            )
-        )
-    return rows
-
-
-def _plain_tensor(entry: TensorEntry, source: Source, options: PlanOptions) -> OutputTensor:
-    dtype = entry.dtype
-    if dtype in FLOAT_DTYPES:
-        if options.dtype is not None:
-            dtype = options.dtype
-        elif source.reader.widens_floats:
-            dtype = config_dtype(source.checkpoint.config) or dtype
-    return OutputTensor(entry.name, dtype, entry.shape, entry.name)
-
-
-def _kind_of(module: str, facts: ModelFacts) -> Kind:
-    return facts.kinds.get(module, _kind(module, facts))
-
-
 def _is_linear(row: PlanRow, facts: ModelFacts) -> bool:
-    return len(row.shape) == 2 and _kind_of(row.module, facts) in ("linear", "head")
+    return len(row.shape) == 2 and kind_of(row.module, facts) in ("linear", "head")
 
 
 __all__ = ["DTYPE_NAMES", "Plan", "PlanOptions", "PlanRow", "make_plan"]

@@ -9,8 +9,16 @@ from quantload.loader.source import SourceWeight
 from quantload.quant.scheme import PRESETS, Scheme
 
 
-def fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | None, str]:
+def fit(
+    scheme: Scheme, weight: SourceWeight, reason: str, *, why_whole: str = ""
+) -> tuple[Scheme | None, str]:
     """Return the scheme that fits a weight, and the reason; None keeps it in full precision.
+
+    Args:
+        scheme: What is asked for.
+        weight: What shall be quantized.
+        reason: Who asks.
+        why_whole: Why the experts that it holds are not taken apart.
 
     Raises:
         ConfigError: A group size was asked for that does not divide the columns.
@@ -18,6 +26,7 @@ def fit(scheme: Scheme, weight: SourceWeight, reason: str) -> tuple[Scheme | Non
     columns = weight.shape[1]
     if not weight.is_matrix:
         kind = f"{weight.experts} experts" if weight.experts else "input features first"
+        kind += f": {why_whole}" if why_whole else ""
         return None, f"kept: `{weight.parameter_name}` holds {kind}; {reason}"
     if 0 in weight.shape:
         return None, f"kept: the weight is empty; {reason}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from quantload.errors import listed
+from collections.abc import Mapping
+
+from quantload.errors import counted, listed
 from quantload.loader.formats.compressed_tensors_arguments import PACKED, written_format
 from quantload.loader.plan_row import PlanRow
 from quantload.loader.source import Source
@@ -26,7 +28,12 @@ def about_kept(source: Source, config: QuantConfig, rows: tuple[PlanRow, ...]) -
     )
     if not count:
         return []
-    return [f"{count} quantized modules of the source become full precision: no scheme covers them"]
+    what = counted(
+        count,
+        "quantized module of the source becomes full precision: no scheme covers it",
+        "quantized modules of the source become full precision: no scheme covers them",
+    )
+    return [what]
 
 
 def about_unlike_members(
@@ -38,8 +45,9 @@ def about_unlike_members(
     if not unlike:
         return []
     return [
-        f"{len(unlike)} fused groups have members in different schemes, as in the source; engines "
-        f"that fuse them may not load that: {listed(', '.join(group) for group in unlike)}"
+        f"{counted(len(unlike), 'fused group has', 'fused groups have')} members in different "
+        "schemes, as in the source; engines that fuse them may not load that: "
+        f"{listed(', '.join(group) for group in unlike)}"
     ]
 
 
@@ -54,8 +62,8 @@ def about_partial_blocks(rows: tuple[PlanRow, ...]) -> list[str]:
     if not partial:
         return []
     return [
-        f"{partial} modules have widths that are no multiples of the block; vLLM does not load "
-        "such FP8 blocks"
+        f"{counted(partial, 'module has', 'modules have')} widths that are no multiples of the "
+        "block; vLLM does not load such FP8 blocks"
     ]
 
 
@@ -65,9 +73,31 @@ def about_unfit_widths(rows: tuple[PlanRow, ...]) -> list[str]:
     if not kept:
         return []
     return [
-        f"{len(kept)} modules stay in full precision, since no group size divides their columns: "
-        f"{listed(kept)}"
+        f"{counted(len(kept), 'module stays', 'modules stay')} in full precision, since no group "
+        f"size divides {'its' if len(kept) == 1 else 'their'} columns: {listed(kept)}"
     ]
+
+
+def about_experts(
+    config: QuantConfig, rows: tuple[PlanRow, ...], whole: Mapping[str, str]
+) -> list[str]:
+    """Warn of experts that stay in full precision only because no engine reads them one by one."""
+    if config.default is None or config.default.weight is None:
+        return []
+    kept = [row for row in rows if row.scheme is None and whole.get(_parameter(row))]
+    if not kept:
+        return []
+    total = sum(row.source_bytes for row in rows)
+    share = sum(row.source_bytes for row in kept) / (total or 1)
+    return [
+        counted(len(kept), "parameter of experts stays", "parameters of experts stay")
+        + f" in full precision ({share:.0%} of the weights' bytes), since "
+        f"{whole[_parameter(kept[0])]}: {listed(_parameter(row) for row in kept)}"
+    ]
+
+
+def _parameter(row: PlanRow) -> str:
+    return row.outputs[0].name
 
 
 def about_requantizing(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
@@ -84,26 +114,32 @@ def about_requantizing(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
         return []
     kinds = ", ".join(sorted({row.source for row in again}))
     return [
-        f"{len(again)} modules of the source are already quantized ({kinds}); quantizing them "
-        "again adds to their error"
+        f"{counted(len(again), 'module of the source is', 'modules of the source are')} already "
+        f"quantized ({kinds}); quantizing {'it' if len(again) == 1 else 'them'} again adds to "
+        f"{'its' if len(again) == 1 else 'their'} error"
     ]
 
 
 def about_input_scales(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
     """Warn of fixed input scales that are not written."""
     kept = {row.read_from for row in rows if row.keeps_values}
-    dropped = [
-        name
+    dropped = {
+        name: None
         for module, weight in source.weights.items()
         if module not in kept
         for leaf, name in weight.leaves.items()
         if "input" in leaf or "activation" in leaf
-    ]
+    }
     if not dropped:
         return []
     return [
-        f"{len(dropped)} tensors of fixed input scales are left out, since the output "
-        f"quantizes inputs while the model runs, or not at all: {listed(dropped)}"
+        counted(
+            len(dropped),
+            "tensor of fixed input scales is left out",
+            "tensors of fixed input scales are left out",
+        )
+        + ", since the output quantizes inputs while the model runs, or not at all: "
+        + listed(dropped)
     ]
 
 
@@ -121,13 +157,14 @@ def about_transformers(rows: tuple[PlanRow, ...], facts: ModelFacts) -> list[str
     warnings = []
     if packed:
         warnings.append(
-            f"{len(packed)} embeddings are packed, which transformers loads only with "
+            f"{counted(len(packed), 'embedding is', 'embeddings are')} packed, which transformers "
+            "loads only with "
             f"`CompressedTensorsConfig(dequantize=True)`: {listed(packed)}"
         )
     if experts:
         warnings.append(
-            f"{len(experts)} experts are NVFP4, of which transformers 5.24 ignores the global "
-            f"scales: it computes wrong values: {listed(experts)}"
+            f"{counted(len(experts), 'expert is', 'experts are')} NVFP4, of which transformers "
+            f"5.24 ignores the global scales: it computes wrong values: {listed(experts)}"
         )
     return warnings
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class SourceWeight:
         is_transposed: True if the parameter has input features first: [K, N], [E, K, N].
         obstacle: What keeps its values from being (code - zero) * scale, computed in that order; ""
             if headers show nothing.
+        sharers: How many weights its tensors hold.
     """
 
     module: str
@@ -59,6 +60,7 @@ class SourceWeight:
     experts: int = 0
     is_transposed: bool = False
     obstacle: str = ""
+    sharers: int = 1
 
     @property
     def parameter_name(self) -> str:
@@ -95,9 +97,12 @@ class Reader(ABC):
         cache_scheme: How keys and values are cached, as compressed-tensors writes it down.
         warnings: What the user should know about this checkpoint.
         entries: Entries of the quantization config, and on how many modules each decides.
+        has_experts_apart: True if each expert of a weight of E experts is decoded from slices e of
+            those of its tensors that have E as their first size.
     """
 
     widens_floats = False
+    has_experts_apart = False
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -128,6 +133,8 @@ class Source:
         reader: Decodes weights.
         weights: Every weight that the format may quantize, by module.
         plain: All tensors that belong to none of them (norms, biases, ...), by tensor name.
+        dropped: Bytes of the files that it leaves out on purpose, by reason.
+        layers: The layers that it was reduced to, as the user wrote them; "" for all.
     """
 
     checkpoint: Checkpoint
@@ -135,6 +142,8 @@ class Source:
     reader: Reader
     weights: Mapping[str, SourceWeight]
     plain: Mapping[str, TensorEntry]
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    layers: str = ""
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -68,8 +68,8 @@ _HEADS = {"lm_head", "embed_out", "output_layer"}
 _INPUT_FIRST_MODELS = {"clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
 _INPUT_FIRST_NAMES = {"c_attn", "c_fc", "c_proj", "q_attn"}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "n_predict")
 _EXPERT = re.compile(r"(?P<block>.*\.experts)\.\d+\.(?P<projection>[^.]+)")
-_EXPERT_INPUTS = {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"}
 
 
 def facts_from_names(modules: Iterable[str], *, tied_head: bool) -> ModelFacts:
@@ -121,27 +121,58 @@ def missing_layers(config: Mapping[str, object], tensor_names: Iterable[str]) ->
     return f"the config counts {expected} layers, the files hold {max(numbers) + 1}"
 
 
+def extra_layers(config: Mapping[str, object], tensor_names: Iterable[str]) -> str:
+    """Say that the files hold more decoder layers than the config counts; "" if they do not.
+
+    Layers of a multi-token prediction head come after the others; the config counts them apart.
+    """
+    text = config.get("text_config")
+    holder = text if isinstance(text, Mapping) else config
+    expected = holder.get("num_hidden_layers")
+    numbers = [int(m[1]) for name in tensor_names if (m := _LAYER.match(_decoder_name(name)))]
+    if not isinstance(expected, int) or not numbers:
+        return ""
+    extra = [holder.get(key) for key in _PREDICTION_LAYERS]
+    allowed = expected + max((count for count in extra if isinstance(count, int)), default=0)
+    if max(numbers) + 1 <= allowed:
+        return ""
+    return f"the config counts {expected} layers, the files hold {max(numbers) + 1}"
+
+
+def _decoder_name(name: str) -> str:
+    """Return the name of a tensor from its first `layers` on, unless that is of another tower."""
+    head, found, rest = name.partition("layers.")
+    is_decoder = head in ("", "model.", "language_model.model.", "model.language_model.")
+    return found + rest if is_decoder else ""
+
+
 def with_expert_groups(
     groups: Iterable[tuple[str, ...]], modules: Iterable[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """Add the groups of experts: engines run one projection of all experts of a block as one GEMM.
-
-    Gate and up of all experts of a block are one group, down is another; they take the place of the
-    groups of single experts.
+    """Add gate and up of each expert, which engines stack.
 
     Args:
         groups: Groups that are known already.
         modules: Checkpoint names of modules with a 2-D weight.
     """
-    experts: dict[tuple[str, str], list[str]] = {}
+    known = tuple(groups)
+    grouped = {name for group in known for name in group}
+    pairs = groups_from_names(name for name in modules if _EXPERT.fullmatch(name))
+    return (*known, *(pair for pair in pairs if not grouped.intersection(pair)))
+
+
+def expert_blocks(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the experts of each block: engines run all their projections in one scheme.
+
+    Args:
+        modules: Checkpoint names of modules with a 2-D weight.
+    """
+    blocks: dict[str, list[str]] = {}
     for name in modules:
         match = _EXPERT.fullmatch(name)
         if match:
-            role = "input" if match["projection"] in _EXPERT_INPUTS else match["projection"]
-            experts.setdefault((match["block"], role), []).append(name)
-    found = [tuple(members) for members in experts.values() if len(members) > 1]
-    grouped = {name for members in found for name in members}
-    return (*(group for group in groups if not grouped.issuperset(group)), *found)
+            blocks.setdefault(match["block"], []).append(name)
+    return tuple(tuple(members) for members in blocks.values())
 
 
 def _kind_by_name(name: str) -> Kind:

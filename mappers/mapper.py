@@ -64,11 +64,15 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a parameter [E, parts * N, K]: rows part * N .. (part + 1) * N of one expert."""
+    """A part of a parameter [E, parts * N, K]: rows part * N .. (part + 1) * N of one expert.
+
+    With `is_transposed` the parameter is [E, K, parts * N].
+    """
 
     expert: int
     part: int
     parts: int
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

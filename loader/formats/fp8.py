@@ -85,6 +85,8 @@ _CACHE_SCHEME = {
 class Fp8Reader(Reader):
     """Reader of one FP8 checkpoint."""
 
+    has_experts_apart = True
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(with_usual_cache_names(checkpoint))
         self._config = parse_config(checkpoint)

@@ -46,6 +46,8 @@ _BLOCK_BYTES = GROUP_SIZE // 2
 class Mxfp4Reader(Reader):
     """Reader of one MXFP4 checkpoint."""
 
+    has_experts_apart = True
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         self._exclusions = _exclusions(checkpoint)

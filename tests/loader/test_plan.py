@@ -292,7 +292,7 @@ def test_input_scales_are_left_out_with_a_warning(folder, tmp_path):
     tiny.save_file(tensors, quantized / "model.safetensors")
     plan = plan_of(quantized, "dense")
     assert plan.warnings == (
-        "1 tensors of fixed input scales are left out, since the output quantizes inputs "
+        "1 tensor of fixed input scales is left out, since the output quantizes inputs "
         f"while the model runs, or not at all: `{Q}.input_scale`",
     )
 
@@ -343,7 +343,7 @@ def test_a_scheme_that_reaches_nothing_is_a_warning(tmp_path):
     plan = plan_of(tiny.write(tmp_path, {}, made), "W4A16")
     assert plan.warnings == (
         "no module is quantized to W4A16; the plan says why",
-        "1 modules stay in full precision, since no group size divides their columns: `a.b`",
+        "1 module stays in full precision, since no group size divides its columns: `a.b`",
     )
     assert plan_of(tmp_path, "dense").warnings == ()
     assert "quantization_config" not in plan.config
@@ -370,20 +370,49 @@ def _experts(folder):
     return tiny.write(folder, {}, made)
 
 
-@pytest.mark.parametrize("rule", ["*.experts.0.=W8A16:g32", r"re:.*\.1\..*gate_proj=W8A16:g32"])
-def test_the_experts_of_a_block_are_one_group(tmp_path, rule):
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "*.experts.0.=W8A16:g32",
+        r"re:.*\.1\..*gate_proj=W8A16:g32",
+        r"re:.*experts\..*down_proj=W8A16:g32",
+    ],
+)
+def test_the_experts_of_a_block_have_one_scheme(tmp_path, rule):
     folder = _experts(tmp_path / "source")
     with pytest.raises(RuleSplitsStack, match=r"model\.layers\.0\.mlp\.experts"):
         plan_of(folder, "W4A16:g32", [rule])
     plan = plan_of(folder, "W4A16:g32", [rule], on_split="promote")
-    schemes = {str(row.scheme) for row in plan.rows if "gate_proj" in row.module}
-    assert schemes == {"W8A16:g32"}
+    assert {str(row.scheme) for row in plan.rows if ".layers.0." in row.module} == {"W8A16:g32"}
 
 
-def test_down_projections_of_experts_may_have_a_scheme_of_their_own(tmp_path):
-    plan = plan_of(_experts(tmp_path), "W4A16:g32", [r"re:.*experts\..*down_proj=W8A16:g32"])
-    assert {str(row.scheme) for row in plan.rows if "down" in row.module} == {"W8A16:g32"}
-    assert {str(row.scheme) for row in plan.rows if "up" in row.module} == {"W4A16:g32"}
+def test_gate_and_up_of_one_expert_are_one_fused_group(tmp_path):
+    plan = plan_of(_experts(tmp_path), "W4A16:g32")
+    block = "model.layers.1.mlp.experts"
+    assert (f"{block}.2.gate_proj", f"{block}.2.up_proj") in plan.groups
+    assert {len(group) for group in plan.groups} == {2}
+    assert len(plan.groups) == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("inner", "expected", "reason"),
+    [
+        (64, "W4A16:g64", "default scheme; then W4A16:g64, like the rest of its block"),
+        (48, None, "kept: like `a.experts.0.down_proj` of its block, which is kept: no group size"),
+    ],
+)
+def test_the_narrowest_projection_decides_for_its_block(tmp_path, inner, expected, reason):
+    made = {
+        f"a.experts.0.{name}.weight": torch.randn(*shape).bfloat16()
+        for name, shape in {
+            "gate_proj": (inner, 128),
+            "up_proj": (inner, 128),
+            "down_proj": (128, inner),
+        }.items()
+    }
+    plan = plan_of(tiny.write(tmp_path, {}, made), "W4A16")
+    assert {str(row.scheme) if row.scheme else None for row in plan.rows} == {expected}
+    assert rows_of(plan)["a.experts.0.up_proj"].reason.startswith(reason)
 
 
 def test_a_pattern_that_covers_anything_does_not_reach_default_keeps(folder):

@@ -1,0 +1,32 @@
+"""What a user may ask of a plan beside rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantload.loader.formats.target import Target
+from quantload.loader.formats.targets import COMPRESSED_TENSORS
+from quantload.loader.plan_groups import OnSplit
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of a plan.
+
+    Args:
+        dtype: dtype of everything in full precision, and of scales; None keeps what is stored.
+        on_split: What to do when rules split a fused group: "error", "keep" or "promote".
+        max_shard_bytes: Largest size of one output file's data.
+        lossless: Refuse whatever would change a value.
+        target: The format that is written.
+    """
+
+    dtype: torch.dtype | None = None
+    on_split: OnSplit = "error"
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    lossless: bool = False
+    target: Target = COMPRESSED_TENSORS
