@@ -215,6 +215,8 @@ def groups_are_supported(subject: Subject) -> Iterator[Finding]:
     transforms = config.get("transform_config")
     if subject.engine.name == "sglang" and transforms:
         yield error("a `transform_config`", "none: rotations are not applied, values are wrong")
+    elif subject.device == "cpu" and transforms:
+        yield error("a `transform_config`", "none: the CPU build has no operator for rotations")
     for key, group in _raw_groups(config):
         order = (group.get("weights") or {}).get("actorder")
         if order in ("group", "dynamic") and subject.engine.name == "vllm":

@@ -202,7 +202,7 @@ _VLLM_KERNEL_TABLE: _Kernels = {
         _AMX_BLOCKS,
         Kernel(
             name="torch FP8",
-            sharing=_ROWS_OR_TENSOR,
+            sharing=frozenset({"channel"}),  # one of a tensor is rounded again, without operator
             source=f"{_VLLM_KERNELS}/scaled_mm/pytorch.py",
         ),
     ),
