@@ -87,10 +87,8 @@ def _about_members(subject: Subject, members: list[SourceWeight]) -> Iterator[Fi
     if is_nvfp4:
         yield from _unequal(subject, members, _GLOBAL_SCALES, "error", "wrong values")
     elif scheme.weight.granularity == "tensor" and scheme.weight.grid.is_float8:
-        level = "error" if subject.device == "cpu" and subject.engine.name == "vllm" else "warning"
-        why = "the CPU build has no operator to round again" if level == "error" else "it rounds "
-        why += "" if level == "error" else "weights again to the largest of them"
-        yield from _unequal(subject, members, ("weight_scale", "weight_scale_inv"), level, why)
+        why = "it rounds weights again to the largest of them"
+        yield from _unequal(subject, members, ("weight_scale", "weight_scale_inv"), "warning", why)
     if (scheme.input is not None and not scheme.input.dynamic) or is_nvfp4:
         why = "it takes one of them for all, so inputs are rounded otherwise"
         yield from _unequal(subject, members, _INPUT_SCALES, "warning", why)
