@@ -14,6 +14,7 @@ from quantload.cli_options import (
     JSON,
     QUIET,
     TRUST,
+    file_settings,
     parse_size,
     read_rules,
     warn,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 @click.option("--dtype", help="float32, bfloat16 or float16, for full precision and scales.")
 @click.option("--on-split", type=click.Choice(["error", "keep", "promote"]), default="error")
 @click.option("--max-shard-size", default="5GB", show_default=True)
+@click.option("--layers", default="", metavar="0-1", help="Write a model of these layers only.")
 @click.option("--lossless", is_flag=True, help="Refuse whatever would change a value.")
 @click.option("--plan", "only_plan", is_flag=True, help="Print what would be done, write nothing.")
 @click.option("--no-verify", is_flag=True, help="Do not check the output against the source.")
@@ -68,6 +70,7 @@ def convert(
     from quantload.loader.staging import check_place
     from quantload.loader.tensor_parallel import about_split
 
+    flags |= file_settings(config)
     file_scheme, all_rules = read_rules(config, rules)
     scheme = scheme or file_scheme
     if scheme is None and not all_rules:
@@ -89,6 +92,7 @@ def convert(
             on_split=flags["on_split"],
             max_shard_bytes=parse_size(flags["max_shard_size"]),
             lossless=flags["lossless"],
+            layers=flags["layers"],
             target=target_named(flags["format_name"]),
         ),
     }
@@ -166,6 +170,7 @@ def _push(output: Path, flags: dict[str, Any]) -> str:
             private=flags["private"],
             threads=Resources().threads(),
             progress=progress,
+            quiet=flags["quiet"] or not sys.stderr.isatty(),
         )
 
 

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any
 
 from quantload import __version__
-from quantload.errors import CheckpointError
+from quantload.errors import CheckpointError, OutputError
 from quantload.loader.plan import Plan
 from quantload.loader.recipe import command_line, decisions, source_description
 from quantload.loader.tally import USES, tally
@@ -60,10 +60,15 @@ def manifest(plan: Plan, folder: Path, *, threads: int = 1) -> dict[str, Any]:
         The same for the same source and options.
 
     Raises:
-        OSError: A file cannot be read.
+        OutputError: A file cannot be read back.
     """
     names = sorted(_files(folder) - {MANIFEST})
-    digests = sha256_of([folder / name for name in names], threads=threads)
+    try:
+        digests = sha256_of([folder / name for name in names], threads=threads)
+    except OSError as error:
+        raise OutputError(
+            f"cannot read `{error.filename}` back: {error.strerror or error}"
+        ) from error
     files = {
         name: {"bytes": size, "sha256": digest}
         for name, (size, digest) in zip(names, digests, strict=True)

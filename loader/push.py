@@ -48,6 +48,7 @@ def push_folder(
     private: bool = False,
     threads: int = 1,
     progress: Progress | None = None,
+    quiet: bool = False,
 ) -> str:
     """Upload a finished output; its files must be as its manifest says.
 
@@ -57,6 +58,7 @@ def push_folder(
         private: Make it private; refused for one that exists and is public.
         threads: Files that are hashed at a time.
         progress: Advances while files are hashed.
+        quiet: Leave out huggingface_hub's own progress bars.
 
     Returns:
         Address of the commit.
@@ -68,7 +70,7 @@ def push_folder(
     """
     api = _api(repo)
     _check_finished(folder, threads, progress)
-    with _explained(repo):
+    with _explained(repo), _bars(quiet=quiet):
         api.create_repo(repo, private=True if private else None, exist_ok=True)
         if private and not api.repo_info(repo).private:
             raise UploadError(
@@ -85,6 +87,24 @@ def push_folder(
         )
         _check_arrived(folder, repo, api)
     return str(commit.commit_url)
+
+
+@contextmanager
+def _bars(*, quiet: bool) -> Iterator[None]:
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if not quiet or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _api(repo: str) -> HfApi:
@@ -213,4 +233,8 @@ def _refused(repo: str, status: int, error: Exception, resume: str) -> UploadErr
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    line = lines[0] if lines else type(error).__name__
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:
+        return f"{line} {_first_line(error.__cause__)}"
+    said = getattr(error, "server_message", None)  # what the hub itself says
+    return f"{line}: {said}" if said and said not in line else line
