@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from quantload.errors import ConfigError, UnknownScheme
@@ -30,6 +31,8 @@ Granularity = Literal["tensor", "channel", "group", "block"]
 InputGranularity = Literal["tensor", "token", "group"]
 ScaleKind = Literal["float", "e8m0", "e4m3"]
 ZeroKind = Literal["int", "float", "offset"]
+
+_SCALES_IN_WORDS = {"e8m0": "powers of two as scales", "e4m3": "e4m3 scales and one of the tensor"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,18 @@ class WeightScheme:
                 return f"blocks of {self.block[0]} x {self.block[1]}"
             case granularity:
                 return f"one scale a {'row' if granularity == 'channel' else granularity}"
+
+    @property
+    def in_words(self) -> str:
+        """What shares a scale and what scales are, for people: "int4, group 128, zero points"."""
+        parts = [self.grid.name, self.granularity]
+        if self.granularity == "group":
+            parts[1] = f"group {self.group_size}"
+        if self.block is not None:
+            parts[1] = f"block {self.block[0]}x{self.block[1]}"
+        parts += [] if self.symmetric else ["zero points"]
+        parts += [_SCALES_IN_WORDS[self.scale]] if self.scale != "float" else []
+        return ", ".join(parts)
 
     @property
     def shares_range(self) -> bool:
@@ -116,6 +131,15 @@ class InputScheme:
     scale: ScaleKind = "float"
 
     @property
+    def in_words(self) -> str:
+        """What shares a scale and what scales are, for people: "int8 per token, dynamic"."""
+        size = f" {self.group_size}" if self.granularity == "group" else ""
+        parts = [f"{self.grid.name} per {self.granularity}{size}"]
+        parts += [] if self.symmetric else ["zero points"]
+        parts += [_SCALES_IN_WORDS[self.scale]] if self.scale != "float" else []
+        return ", ".join([*parts, "dynamic" if self.dynamic else "static"])
+
+    @property
     def needs_scale(self) -> bool:
         """True if the checkpoint holds a number for the input of each layer.
 
@@ -144,6 +168,17 @@ class Scheme:
         if self.weight.granularity == "group":
             return f"{self.name}:g{self.weight.group_size}"
         return f"{self.name}:{self.weight.granularity}"
+
+    @property
+    def in_words(self) -> str:
+        """What is quantized and how, for people."""
+        if self.weight is None:
+            is_same = self.name == "same"
+            return (
+                "as in the source, same values" if is_same else "full precision: dequantize or copy"
+            )
+        text = f"weights {self.weight.in_words}"
+        return text if self.input is None else f"{text}; inputs {self.input.in_words}"
 
     def fitted(self, columns: int) -> Scheme | None:
         """Return the scheme that fits a weight with this many columns.
@@ -221,6 +256,7 @@ PRESETS: dict[str, Scheme] = {
 }
 
 
+@lru_cache(maxsize=1024)  # asked for each of thousands of modules
 def scheme_of(weight: WeightScheme, input: InputScheme | None, *, name: str = "") -> Scheme:
     """Return the scheme with its preset's name, if it is one or differs in what shares a scale.
 

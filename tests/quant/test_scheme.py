@@ -315,3 +315,24 @@ def test_what_shares_a_scale(name, expected):
     assert weight.sharing == expected
     whole = replace(weight, granularity="tensor", group_size=None, block=None)
     assert whole.sharing == "one scale a tensor"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dense", "full precision: dequantize or copy"),
+        ("same", "as in the source, same values"),
+        ("W4A16_ASYM", "weights int4, group 128, zero points"),
+        ("W8A8", "weights int8, channel; inputs int8 per token, dynamic"),
+        ("FP8", "weights e4m3, tensor; inputs e4m3 per tensor, static"),
+        ("FP8_BLOCK", "weights e4m3, block 128x128; inputs e4m3 per group 128, dynamic"),
+        ("MXFP6A16", "weights e2m3, group 32, powers of two as scales"),
+        (
+            "NVFP4",
+            "weights e2m1, group 16, e4m3 scales and one of the tensor; "
+            "inputs e2m1 per group 16, e4m3 scales and one of the tensor, dynamic",
+        ),
+    ],
+)
+def test_schemes_in_words(name, expected):
+    assert PRESETS[name].in_words == expected

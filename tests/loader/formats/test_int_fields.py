@@ -13,7 +13,7 @@ from quantload.loader.formats.int_fields import group_count, int_scheme, signed
         ({"group_size": 128}, "W4A16"),
         ({"symmetric": False}, "W4A16_ASYM:g32"),
         ({"bits": 8, "group_size": 128}, "W8A16"),
-        ({"bits": 3}, "int3:g32"),
+        ({"bits": 3}, "W3A16:g32"),
         ({"group_size": -1}, "W4A16:channel"),
         ({"group_size": 512}, "W4A16:channel"),
         ({"is_signed": False, "symmetric": False}, "uint4:g32"),
