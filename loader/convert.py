@@ -54,22 +54,29 @@ def run_plan(
     """
     resources, ranks = resources or Resources(), ranks or Ranks()
     _check_not_the_source(plan, folder)
-    with ranks.together(), Staging(folder, identity_of(plan), rank=ranks.rank) as staging:
-        if staging.is_complete:
-            return staging.finish()
-        files = OutputFiles(staging.checkpoint, plan.files, final=folder)
+    with Staging(folder, identity_of(plan), rank=ranks.rank) as staging, ranks.together():
+        if ranks.is_first:
+            staging.begin()
+        ranks.wait()
+        staging.join()
+        is_complete = staging.is_complete
+        ranks.wait()
+        if not is_complete:
+            _write(plan, staging, progress, resources, ranks)
+        return staging.finish() if ranks.is_first else staging.folder
+
+
+def _write(
+    plan: Plan, staging: Staging, progress: Progress, resources: Resources, ranks: Ranks
+) -> None:
+    with closing(OutputFiles(staging.checkpoint, plan.files, final=staging.folder)) as files:
         if ranks.is_first and not files.create():
             staging.forget()
         ranks.wait()
-        try:
-            _work(plan, files, staging, progress, resources, ranks)
-            ranks.wait()
-            if not ranks.is_first:
-                return folder
+        _work(plan, files, staging, progress, resources, ranks)
+        ranks.wait()
+        if ranks.is_first:
             _write_side_files(plan, files, threads=resources.threads())
-        finally:
-            files.close()
-        return staging.finish()
 
 
 def _work(

@@ -9,22 +9,28 @@ second, and to compile two more: it waits until PyTorch would have worked for as
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quantload.quant.grid import E2M1, E2M3, E4M3, Grid
-from quantload.quant.scales import BlockScales, e4m3_scale, minmax_scale, power_of_two_scale
+from quantload.quant.scales import minmax_scale
 from quantload.quant.scheme import WeightScheme
 
 _WORTH_STARTING = 1 << 24  # elements
+# what loops call the dtypes, and their mantissa bits and exponent bias
 _FORMS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
 _FLOAT_GRIDS: dict[Grid, np.generic] = {E4M3: np.uint8(0), E2M1: np.uint16(0), E2M3: np.uint32(0)}
+_EXPONENTS = {torch.bfloat16: (7, 127), torch.float16: (10, 15), torch.float32: (23, 127)}
+_BYTE = torch.uint8
 _BITS = range(2, 8)  # of 1 bit there is no loop, 8 bits need none
+Quantized = tuple[Tensor, Tensor, Tensor | None]  # codes, scales, zero points
 _seen = 0  # elements that came before numba was started
 
 
@@ -41,7 +47,7 @@ def quantize(
     *,
     shared: Tensor | None = None,
     outer: Tensor | None = None,
-) -> tuple[Tensor, BlockScales] | None:
+) -> Quantized | None:
     """Quantize a weight to the nearest codes, as `rtn.round_to_nearest` does.
 
     Args:
@@ -52,20 +58,25 @@ def quantize(
         outer: [1] float32, the global scale; only for e4m3 scales.
 
     Returns:
-        Codes [N, K] in the grid's storage dtype, and their scales. Where a block holds NaN or
-        infinity its scale is not finite and its codes mean nothing. None if there is no loop for
-        this weight and scheme, if numba cannot be used, or is not worth its start yet.
+        Codes [N, K] in the grid's storage dtype, scales [R, G], and zero points or None. Where a
+        block holds NaN or infinity its scale is not finite and its codes mean nothing; e4m3 scales
+        need a finite range to tell. None if there is no loop for this weight and scheme, if numba
+        cannot be used, or is not worth its start yet.
     """
-    if not _has_loop(weight, scheme) or not _is_worth_it(weight.numel()):
+    if not _has_loop(weight, scheme, shared) or not _is_worth_it(weight.numel()):
         return None
     modules = _modules()
     if modules is None:
         return None
     weight = weight.detach().contiguous()
-    if scheme.scale != "float" or (scheme.granularity == "tensor" and shared is not None):
-        scales = _scales_first(modules[0], weight, scheme, shared, outer)
-        return None if scales is None else (_rounded(modules[0], weight, scheme, scales), scales)
-    return _in_one_pass(modules[0], weight, scheme)
+    if scheme.scale == "e8m0":
+        return _with_powers_of_two(modules[0], weight, scheme)
+    if scheme.scale == "e4m3":
+        assert outer is not None, "e4m3 scales have a global scale"
+        return _with_e4m3_scales(modules[0], weight, scheme, outer)
+    if scheme.granularity == "tensor" and shared is not None:
+        return _with_one_scale(modules[0], weight, scheme, shared)
+    return _with_own_scales(modules[0], weight, scheme)
 
 
 def pack_dense(fields: Tensor, bits: int, *, signed: bool) -> Tensor | None:
@@ -101,14 +112,31 @@ def pack_dense(fields: Tensor, bits: int, *, signed: bool) -> Tensor | None:
     return packed
 
 
-def _has_loop(weight: Tensor, scheme: WeightScheme) -> bool:
+def measure_rows(*arguments: Any) -> bool:  # noqa: ANN401 - arrays and numbers
+    """Measure the errors of rows, see `compiled_errors.measure_rows` for the arguments.
+
+    Returns:
+        False if numba cannot be used, or is not worth its start yet.
+    """
+    if not _is_worth_it(arguments[0].size) or _modules() is None:
+        return False
+    from quantload.quant import compiled_errors
+
+    compiled_errors.measure_rows(*arguments)
+    return True
+
+
+def _has_loop(weight: Tensor, scheme: WeightScheme, shared: Tensor | None) -> bool:
     grid = scheme.grid
+    has_own_scales = scheme.scale == "float" and shared is None
     return (
         weight.device.type == "cpu"
         and weight.dtype in _FORMS
         and weight.numel() > 0
         and (scheme.granularity != "group" or weight.shape[1] % (scheme.group_size or 1) == 0)
-        and (grid.is_integer or (grid in _FLOAT_GRIDS and scheme.symmetric))
+        and (grid.is_integer or grid in _FLOAT_GRIDS)
+        and (scheme.symmetric or (grid.is_integer and has_own_scales))
+        and (scheme.scale == "float" or scheme.granularity == "group")
     )
 
 
@@ -135,62 +163,61 @@ def _modules() -> tuple[ModuleType, ModuleType] | None:
     return None if is_off else (compiled_kernels, compiled_packing)
 
 
-# -- steps -----------------------------------------------------------------------------------------
+# -- kinds of scales -------------------------------------------------------------------------------
 
 
-def _in_one_pass(
-    loops: ModuleType, weight: Tensor, scheme: WeightScheme
-) -> tuple[Tensor, BlockScales]:
-    """Find the scale of each block, and round its elements while they are in the cache."""
+def _with_own_scales(loops: ModuleType, weight: Tensor, scheme: WeightScheme) -> Quantized:
     grid, block, shape = scheme.grid, *_blocks_of(weight, scheme)
     codes, scale = torch.empty(weight.shape, dtype=grid.storage), weight.new_empty(shape)
     steps = (grid.high - grid.low) / (2 if scheme.symmetric else 1)
     limits = _floats(grid.low, grid.high, steps, torch.finfo(weight.dtype).eps)
     arrays = _array(weight), _bytes(codes), _array(scale)
-    order = np.int32 if weight.dtype == torch.float32 else np.int16
     if scheme.symmetric:
-        largest = np.empty(shape[1], order)
+        largest = np.empty(shape[1], _order(weight))
         loops.quantize_symmetric(*arrays, largest, block, limits, _tag(grid))
-        return codes, BlockScales(scale, scale)
-    zeros, extremes = torch.empty(shape), np.empty((2, shape[1]), order)
+        return codes, scale, None
+    zeros, extremes = torch.empty(shape), np.empty((2, shape[1]), _order(weight))
     loops.quantize_asymmetric(*arrays, zeros.numpy(), extremes, block, limits, _tag(grid))
-    return codes, BlockScales(scale, scale, zeros.to(grid.storage))
+    return codes, scale, zeros.to(grid.storage)
 
 
-def _scales_first(
-    loops: ModuleType,
-    weight: Tensor,
-    scheme: WeightScheme,
-    shared: Tensor | None,
-    outer: Tensor | None,
-) -> BlockScales | None:
-    """Scales that are made of the largest magnitudes by more than a division; few numbers."""
-    if scheme.granularity == "tensor" and shared is not None:
-        if not scheme.symmetric or scheme.scale != "float":
-            return None
-        low, high = shared.reshape(2, 1, 1)
-        scale, _ = minmax_scale(low, high, scheme.grid, symmetric=True)
-        return BlockScales(scale, scale)
-    block, shape = _blocks_of(weight, scheme)
-    largest = weight.new_empty(shape)
-    order = torch.int32 if weight.dtype == torch.float32 else torch.int16
-    loops.find_largest(_array(weight), largest.view(order).numpy(), block)
-    if scheme.scale == "e8m0":
-        return BlockScales(*power_of_two_scale(largest, scheme.grid))
-    assert outer is not None, "e4m3 scales have a global scale"
-    stored = e4m3_scale(largest, scheme.grid, outer)
-    return BlockScales(stored, stored.to(torch.float32) / outer)
-
-
-def _rounded(
-    loops: ModuleType, weight: Tensor, scheme: WeightScheme, scales: BlockScales
-) -> Tensor:
-    grid, (block, _) = scheme.grid, _blocks_of(weight, scheme)
+def _with_one_scale(
+    loops: ModuleType, weight: Tensor, scheme: WeightScheme, shared: Tensor
+) -> Quantized:
+    grid, (low, high) = scheme.grid, shared.reshape(2, 1, 1)
+    scale, _ = minmax_scale(low, high, grid, symmetric=True)
     codes = torch.empty(weight.shape, dtype=grid.storage)
     limits = _floats(grid.low, grid.high)
-    divisors = _array(scales.divisor.contiguous())
-    loops.quantize_given(_array(weight), _bytes(codes), divisors, block, limits, _tag(grid))
-    return codes
+    stored = _array(scale)[0, 0]
+    loops.quantize_given(_array(weight), _bytes(codes), stored, limits, _tag(grid))
+    return codes, scale, None
+
+
+def _with_powers_of_two(loops: ModuleType, weight: Tensor, scheme: WeightScheme) -> Quantized:
+    grid, (_, width), shape = scheme.grid, *_blocks_of(weight, scheme)
+    codes, stored = torch.empty(weight.shape, dtype=grid.storage), torch.empty(shape, dtype=_BYTE)
+    largest, divisors = np.empty(shape[1], _order(weight)), _array(weight.new_empty(shape[1]))
+    limits, guard_bits = _floats(grid.low, grid.high), 3 if grid == E2M3 else 1
+    form = (*_EXPONENTS[weight.dtype], guard_bits, int(math.log2(grid.high)))
+    arrays = _array(weight), _bytes(codes), stored.numpy()
+    loops.quantize_powers_of_two(*arrays, largest, divisors, width, limits, form, _tag(grid))
+    return codes, stored.view(torch.float8_e8m0fnu), None
+
+
+def _with_e4m3_scales(
+    loops: ModuleType, weight: Tensor, scheme: WeightScheme, outer: Tensor
+) -> Quantized:
+    grid, (_, width), shape = scheme.grid, *_blocks_of(weight, scheme)
+    codes, stored = torch.empty(weight.shape, dtype=grid.storage), torch.empty(shape, dtype=_BYTE)
+    largest, divisors = np.empty(shape[1], _order(weight)), np.empty(shape[1], np.float32)
+    steps = (grid.high - grid.low) / 2
+    limits = _floats(grid.low, grid.high, steps, outer.item(), E4M3.high)
+    arrays = _array(weight), _bytes(codes), stored.numpy()
+    loops.quantize_e4m3_scales(*arrays, largest, divisors, width, limits, _tag(grid))
+    return codes, stored.view(torch.float8_e4m3fn), None
+
+
+# -- arguments of loops ----------------------------------------------------------------------------
 
 
 def _blocks_of(weight: Tensor, scheme: WeightScheme) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -198,6 +225,11 @@ def _blocks_of(weight: Tensor, scheme: WeightScheme) -> tuple[tuple[int, int], t
     rows, columns = weight.shape
     height, width = scheme.block_of(rows, columns)
     return (height, width), (-(-rows // height), -(-columns // width))
+
+
+def _order(weight: Tensor) -> type[np.integer]:
+    """Integers of the width of a weight's numbers."""
+    return np.int32 if weight.dtype == torch.float32 else np.int16
 
 
 def _tag(grid: Grid) -> np.generic:

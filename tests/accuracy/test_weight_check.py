@@ -21,7 +21,7 @@ GATE = "model.layers.0.mlp.gate_proj"
 OTHER = "model.layers.1.mlp.up_proj"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SCHEMES = [
-    *(name for name in PRESETS if name not in ("dense", "same")),
+    *{scheme.weight: name for name, scheme in reversed(PRESETS.items()) if scheme.weight}.values(),
     "W4A16:g32",
     "W4A16_ASYM:channel",
 ]
@@ -157,7 +157,7 @@ def test_one_code_that_is_off_by_one(tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("size", [0.05, 1e-3, 30.0])
-@pytest.mark.parametrize("outlier", [1, 10, 20, 100, 1000])
+@pytest.mark.parametrize("outlier", [1, 20, 1000])
 def test_what_is_rounded_to_nearest_passes(name, dtype, size, outlier):
     scheme = parse_scheme(name)
     generator = torch.Generator().manual_seed(outlier)
@@ -171,7 +171,8 @@ def test_what_is_rounded_to_nearest_passes(name, dtype, size, outlier):
     weight = weight.to(dtype)
     found = check_quantized(quantize_rtn(weight, scheme.weight), weight, scheme, nearest=True)
     assert found.problem == ""
-    slack = {torch.bfloat16: 0.62, torch.float16: 0.09, torch.float32: 1e-4}[dtype]
+    rounded = torch.bfloat16 if scheme.weight.scale != "float" else dtype
+    slack = {torch.bfloat16: 0.62, torch.float16: 0.09, torch.float32: 1e-4}[rounded]
     if dtype != torch.float16 or size > 1:  # else some scales are below its normal numbers
         assert found.max_steps <= 0.5 + slack
 
@@ -225,8 +226,8 @@ def test_a_conversion_is_held_to_its_steps(tmp_path, monkeypatch):
     source = source_in(tmp_path / "source")
     run_plan = api.run_plan
 
-    def damaging(plan, folder, progress):
-        made = run_plan(plan, folder, progress)
+    def damaging(*arguments):
+        made = run_plan(*arguments)
         tensors = load_file(made / "model.safetensors")
         tensors[f"{UP}.weight_scale"] *= 1.15
         tiny.save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})

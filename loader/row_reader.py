@@ -1,0 +1,125 @@
+"""Read weights of a source in rows, through one buffer that is used again and again.
+
+What is read is quantized or compared while it is in the cache; to fill new memory for every tensor
+would take longer than to read it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantload.errors import CheckpointError
+from quantload.loader.checkpoint import TensorEntry, file_ends
+from quantload.loader.plan_row import SourceRegion
+
+CHUNK_BYTES = 1 << 22  # of a weight that is in work at a time on a CPU
+_MOST_OPEN = 16
+GPU_CHUNK_BYTES = 1 << 26  # elsewhere, where every step costs a launch and a wait
+
+
+class RowReader:
+    """Reads tensors of safetensors files; used by one thread.
+
+    Args:
+        device: Where rows are needed. For a GPU the buffer is page-locked, and chunks are larger.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._open: dict[Path, int] = {}
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that are read at a time."""
+        return CHUNK_BYTES if self.device.type == "cpu" else GPU_CHUNK_BYTES
+
+    def close(self) -> None:
+        """Close all files."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def shrink(self) -> None:
+        """Give back a buffer that has grown for a weight in one piece."""
+        if self._buffer.numel() > 2 * self.chunk_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def rows(
+        self, entry: TensorEntry, region: SourceRegion, *, step: int | None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, rows) of a weight [N, K], on the device, as stored.
+
+        Args:
+            entry: The tensor that holds it.
+            region: Where it lies.
+            step: Every piece but the last has a multiple of this many rows; None is one piece.
+
+        Rows on a CPU are valid until the next are asked for.
+        """
+        many = region.rows
+        if step is not None:
+            many = rows_of(self.chunk_bytes, region.row_stride * entry.dtype.itemsize, step)
+        for start in range(0, region.rows, many):
+            stop = min(region.rows, start + many)
+            yield start, self._read_rows(entry, region, start, stop).to(self.device)
+
+    def _read_rows(self, entry: TensorEntry, region: SourceRegion, start: int, stop: int) -> Tensor:
+        size = entry.dtype.itemsize
+        elements = (stop - start - 1) * region.row_stride + region.columns
+        first = region.first + start * region.row_stride
+        raw = self.read(entry, first * size, elements * size).view(entry.dtype)
+        return raw.as_strided((stop - start, region.columns), (region.row_stride, 1))
+
+    def read(self, entry: TensorEntry, start: int, num_bytes: int) -> Tensor:
+        """Read bytes of a tensor from its byte `start` on: [num_bytes] uint8 in the buffer.
+
+        Raises:
+            HeaderError: The file is shorter than its header says.
+            CheckpointError: It cannot be read.
+        """
+        if self._buffer.numel() < num_bytes:
+            is_pinned = self.device.type == "cuda"
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        piece = self._buffer[:num_bytes]
+        data = piece.numpy().data
+        done = 0
+        try:
+            descriptor = self._descriptor(entry.file)
+            while done < num_bytes:
+                position = entry.start + start + done
+                got = os.preadv(descriptor, [data[done:]], position)
+                if not got:
+                    raise file_ends(entry, start + done)
+                done += got
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read `{entry.file}`: {error.strerror or error}"
+            ) from error
+        return piece
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._open:
+            while len(self._open) >= _MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))  # the one that was opened first
+            self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[file]
+
+
+def rows_of(num_bytes: int, row_bytes: int, step: int) -> int:
+    """Return how many rows make `num_bytes`: a multiple of `step`, at least one."""
+    return max(1, num_bytes // (row_bytes * step or 1)) * step
+
+
+def pieces(weight: Tensor, *, step: int | None) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first row, rows) of a weight [N, K] that is in memory, as `RowReader.rows` does."""
+    many = weight.shape[0]
+    if step is not None:
+        many = rows_of(CHUNK_BYTES, weight[:1].nbytes, step)
+    for start in range(0, weight.shape[0], max(1, many)):
+        yield start, weight[start : start + many]
