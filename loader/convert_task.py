@@ -8,25 +8,23 @@ quantized at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantload.errors import NonFiniteWeight, NotLossless
+from quantload.errors import NotLossless
 from quantload.loader.casting import cast, refuse_rounding
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.checksum import WORD
 from quantload.loader.formats.compressed_tensors_lossless import encode_lossless
 from quantload.loader.output_files import Leaf, OutputTensor
 from quantload.loader.plan import Plan, PlanRow
-from quantload.loader.row_reader import RowReader, pieces
-from quantload.loader.tasks import Task, shares_range
+from quantload.loader.tasks import Task
+from quantload.loader.weight_rows import WeightRows
 from quantload.loader.writer import OutputFiles
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.rtn import as_blocks
-from quantload.quant.scales import merged_range, shared_range
 
 _log = logging.getLogger("quantload")
 
@@ -36,17 +34,19 @@ class TaskRunner:
     """Does tasks in one thread; its buffer and open files go from one task to the next.
 
     Args:
-        plan: What is carried out.
+        weights: Weights of the plan that is carried out.
         files: Where the output goes.
-        reader: Reads the source; weights are quantized on its device.
     """
 
-    plan: Plan
+    weights: WeightRows
     files: OutputFiles
-    reader: RowReader
-    _decoded: tuple[str, Tensor] | None = None
     _checksum: int = 0
     _num_bytes: int = 0
+
+    @property
+    def plan(self) -> Plan:
+        """What is carried out."""
+        return self.weights.plan
 
     @torch.no_grad()
     def run(self, task: Task) -> int:
@@ -63,11 +63,10 @@ class TaskRunner:
         self._checksum = self._num_bytes = 0
         if task.copied is not None:
             self._copy(task.copied)
-        shared = self._shared_range(task.rows) if task.rows else None
+        shared = self.weights.shared_range(task.rows) if task.rows else None
         for row in task.rows:
             self._convert(row, shared)
-        self._decoded = None
-        self.reader.shrink()
+        self.weights.shrink()
         planned = sum(output.num_bytes for output in task.outputs)
         assert self._num_bytes == planned, (
             f"{self._num_bytes} bytes of `{task.outputs[0].name}` and what belongs to it were "
@@ -92,8 +91,8 @@ class TaskRunner:
         """Copy the bytes of a tensor from its byte `start` on."""
         done = 0
         while done < output.num_bytes:
-            many = min(self.reader.chunk_bytes, output.num_bytes - done)
-            piece = self.reader.read(entry, start + done, many)
+            many = min(self.weights.reader.chunk_bytes, output.num_bytes - done)
+            piece = self.weights.reader.read(entry, start + done, many)
             self._checksum += self.files.write_bytes(output.name, piece.numpy().data, start=done)
             self._num_bytes += many
             done += many
@@ -101,13 +100,13 @@ class TaskRunner:
     def _keep(self, row: PlanRow) -> None:
         (output,) = row.outputs
         if row.region is None:
-            self._write(output.name, self._read_whole(row))
+            self._write(output.name, self.weights.read_whole(row))
             return
         entry = self.plan.source.checkpoint.tensors[row.region.tensor]
         if entry.dtype == row.dtype and row.region.row_stride == row.region.columns:
             self._copy_bytes(entry, output, start=row.region.first * entry.dtype.itemsize)
             return
-        for start, rows in self._rows(row, step=1):
+        for start, rows in self.weights.rows(row, step=1):
             self._write(output.name, rows, first_row=start)
 
     def _write(self, name: str, tensor: Tensor, *, first_row: int = 0) -> None:
@@ -124,23 +123,12 @@ class TaskRunner:
             self._write_leaves(row, _same_values(self.plan, row), first_row=0)
             return
         lost = 0
-        for start, weight in self._rows(row, step=self.plan.target.row_step(row.scheme)):
-            quantized = self._quantize(weight, row, shared)
+        for start, weight in self.weights.rows(row, step=self.weights.step_of(row)):
+            quantized = self.weights.quantize(weight, row, shared)
             lost += _lost_groups(weight, quantized)
             leaves = self.plan.target.encode(quantized, row.scheme, _matrix_shape(row))
             self._write_leaves(row, leaves, first_row=start)
         _tell_lost_groups(lost, row)
-
-    def _quantize(self, weight: Tensor, row: PlanRow, shared: Tensor | None) -> QuantTensor:
-        assert row.scheme is not None, "full precision is not quantized"
-        assert row.scheme.weight is not None, "full precision is not quantized"
-        try:
-            return self.plan.target.quantize(weight, row.scheme.weight, shared=shared)
-        except NonFiniteWeight as error:
-            raise NonFiniteWeight(
-                f"weight of `{row.module}` cannot be quantized: {error.message}",
-                hint=f"keep it with the rule `{row.module} = keep`, or repair the source",
-            ) from error
 
     def _write_leaves(self, row: PlanRow, leaves: dict[str, Tensor], *, first_row: int) -> None:
         """Write the leaves of some rows of a weight; those that are the same for all only once."""
@@ -157,47 +145,6 @@ class TaskRunner:
         """Return the tensors that the first rows of a weight fill."""
         assert row.scheme is not None, "full precision has no leaves"
         return self.plan.target.layout(row.scheme, (rows, _matrix_shape(row)[1]), row.dtype)
-
-    # -- ranges that several parts share -------------------------------------------------------
-
-    def _shared_range(self, rows: tuple[PlanRow, ...]) -> Tensor | None:
-        """Return the range of a weight, or of all members of a fused group, if a scale needs it."""
-        if not all(shares_range(row) for row in rows):
-            return None
-        return merged_range([self._range_of(row) for row in rows])
-
-    def _range_of(self, row: PlanRow) -> Tensor:
-        assert row.scheme is not None, "full precision has no scale"
-        parts = self._rows(row, step=self.plan.target.row_step(row.scheme))
-        return merged_range([shared_range(rows) for _, rows in parts])
-
-    # -- reading -------------------------------------------------------------------------------
-
-    def _rows(self, row: PlanRow, *, step: int | None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, rows) of a weight in the dtype of the plan.
-
-        Rows are valid until the next are asked for. A weight that must be encoded as a whole, or
-        that has to be decoded, comes in one piece.
-        """
-        if row.region is None:
-            if self._decoded is None or self._decoded[0] != row.module:
-                self._decoded = None  # frees it
-                self._decoded = row.module, self._read_whole(row).to(self.reader.device)
-            yield from pieces(self._decoded[1], step=step)
-            return
-        entry = self.plan.source.checkpoint.tensors[row.region.tensor]
-        for start, rows in self.reader.rows(entry, row.region, step=step):
-            yield start, cast(rows, row.dtype, row.module)
-
-    def _read_whole(self, row: PlanRow) -> Tensor:
-        source = self.plan.source
-        if row.read_from not in source.weights:
-            weight = source.read_plain(row.read_from)
-        elif row.scheme is None:
-            weight = source.read_parameter(row.read_from)
-        else:
-            weight = source.read_dense(row.read_from)
-        return cast(weight, row.dtype, row.module)
 
 
 def _matrix_shape(row: PlanRow) -> tuple[int, int]:

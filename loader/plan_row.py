@@ -63,6 +63,13 @@ class PlanRow:
     region: SourceRegion | None = None
 
     @property
+    def shares_range(self) -> bool:
+        """True if a scale is computed from the range of the whole weight."""
+        if self.scheme is None or self.scheme.weight is None or self.keeps_values:
+            return False
+        return self.scheme.weight.shares_range
+
+    @property
     def output_bytes(self) -> int:
         """Bytes of tensor data that are written."""
         return sum(tensor.num_bytes for tensor in self.outputs)

@@ -12,8 +12,11 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from quantload import __version__
+from quantload.errors import CheckpointError
+from quantload.loader.manifest import described
 from quantload.loader.output_files import OutputTensor
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.row_reader import CHUNK_BYTES
@@ -108,8 +111,9 @@ def identity_of(plan: Plan) -> Identity:
     files = {entry.file for entry in plan.source.checkpoint.tensors.values()}
     content = {
         "version": __version__,
+        "description": described(plan),
         "source": [_fingerprint(plan, name) for name in sorted(plan.source.checkpoint.tensors)],
-        "files": sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files),
+        "files": sorted(_state_of(file) for file in files),
         "rows": [
             (row.module, repr(row.scheme), row.read_from, row.keeps_values, str(row.dtype))
             for row in plan.rows
@@ -124,6 +128,14 @@ def identity_of(plan: Plan) -> Identity:
     counted = ", ".join(f"{count} x {scheme}" for scheme, count in schemes.most_common())
     summary = f"`{plan.source.checkpoint.name}` to {plan.target.name} ({counted})"
     return Identity(hashlib.sha256(text.encode()).hexdigest(), summary)
+
+
+def _state_of(file: Path) -> tuple[str, int, int]:
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise CheckpointError(f"cannot read `{file}`: {error.strerror or error}") from error
+    return file.name, found.st_size, found.st_mtime_ns
 
 
 def _fingerprint(plan: Plan, name: str) -> tuple[object, ...]:
@@ -143,18 +155,11 @@ def _together(plan: Plan) -> list[tuple[PlanRow, ...]]:
     return [tuple(rows) for rows in tasks.values()]
 
 
-def shares_range(row: PlanRow) -> bool:
-    """True if a scale is computed from the range of the whole weight."""
-    if row.scheme is None or row.scheme.weight is None or row.keeps_values:
-        return False
-    return row.scheme.weight.shares_range
-
-
 def _shares_group_range(row: PlanRow) -> bool:
     """True if a scale is computed from the range of all members of a fused group."""
     if row.scheme is None or row.scheme.weight is None:
         return False
-    return shares_range(row) and row.scheme.weight.scale == "e4m3"
+    return row.shares_range and row.scheme.weight.scale == "e4m3"
 
 
 def _place(plan: Plan, row: PlanRow) -> tuple[str, int]:

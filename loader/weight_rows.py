@@ -1,0 +1,97 @@
+"""The weights of a plan in rows, in the dtype in which they are quantized, and their ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quantload.errors import NonFiniteWeight
+from quantload.loader.casting import cast
+from quantload.loader.plan import Plan, PlanRow
+from quantload.loader.row_reader import RowReader, pieces
+from quantload.quant.qtensor import QuantTensor
+from quantload.quant.scales import merged_range, shared_range
+
+
+@dataclass
+class WeightRows:
+    """Reads and quantizes the weights of a plan; used by one thread.
+
+    Args:
+        plan: What is carried out.
+        reader: Reads the source; rows come on its device.
+    """
+
+    plan: Plan
+    reader: RowReader
+    _decoded: tuple[str, Tensor] | None = None
+
+    def rows(self, row: PlanRow, *, step: int | None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, rows) of a weight in the dtype of the plan.
+
+        Rows are valid until the next are asked for. A weight that has to be decoded is kept until
+        another is, or `shrink` is called.
+
+        Args:
+            row: Whose weight.
+            step: Every piece but the last has a multiple of this many rows; None is one piece.
+        """
+        if row.region is None:
+            if self._decoded is None or self._decoded[0] != row.module:
+                self._decoded = None  # frees it
+                self._decoded = row.module, self.read_whole(row).to(self.reader.device)
+            yield from pieces(self._decoded[1], step=step)
+            return
+        entry = self.plan.source.checkpoint.tensors[row.region.tensor]
+        for start, rows in self.reader.rows(entry, row.region, step=step):
+            yield start, cast(rows, row.dtype, row.module)
+
+    def shrink(self) -> None:
+        """Give back memory that a large weight took."""
+        self._decoded = None
+        self.reader.shrink()
+
+    def read_whole(self, row: PlanRow) -> Tensor:
+        """Read a weight, or a tensor that is copied, in one piece."""
+        source = self.plan.source
+        if row.read_from not in source.weights:
+            weight = source.read_plain(row.read_from)
+        elif row.scheme is None:
+            weight = source.read_parameter(row.read_from)
+        else:
+            weight = source.read_dense(row.read_from)
+        return cast(weight, row.dtype, row.module)
+
+    def shared_range(self, rows: Sequence[PlanRow]) -> Tensor | None:
+        """Return the range [2] of a weight, or of all members of a fused group.
+
+        None if no scale is computed from it.
+        """
+        if not all(row.shares_range for row in rows):
+            return None
+        return merged_range(
+            shared_range(part) for row in rows for _, part in self.rows(row, step=self.step_of(row))
+        )
+
+    def step_of(self, row: PlanRow) -> int | None:
+        """Return the number of rows at whose multiples a weight may be cut; None for nowhere."""
+        assert row.scheme is not None, "full precision is written as it is"
+        return self.plan.target.row_step(row.scheme)
+
+    def quantize(self, weight: Tensor, row: PlanRow, shared: Tensor | None) -> QuantTensor:
+        """Quantize some rows of a weight.
+
+        Raises:
+            NonFiniteWeight: They are not finite.
+        """
+        assert row.scheme is not None, "full precision is not quantized"
+        assert row.scheme.weight is not None, "full precision is not quantized"
+        try:
+            return self.plan.target.quantize(weight, row.scheme.weight, shared=shared)
+        except NonFiniteWeight as error:
+            raise NonFiniteWeight(
+                f"weight of `{row.module}` cannot be quantized: {error.message}",
+                hint=f"keep it with the rule `{row.module} = keep`, or repair the source",
+            ) from error
