@@ -24,6 +24,7 @@ from quantload.loader.row_reader import RowReader
 from quantload.loader.side_files import copy_side_files
 from quantload.loader.staging import Staging
 from quantload.loader.tasks import Task, identity_of, share_of, tasks_of
+from quantload.loader.weight_rows import WeightRows
 from quantload.loader.workers import Do, Resources, work_through
 from quantload.loader.writer import OutputFiles
 from quantload.progress import Progress
@@ -97,7 +98,7 @@ def _work(
     @contextmanager
     def worker() -> Iterator[Do]:
         with files_kept_open(), closing(RowReader(resources.device)) as reader:
-            yield partial(do, TaskRunner(plan, files, reader))
+            yield partial(do, TaskRunner(WeightRows(plan, reader), files))
 
     progress.start("convert", total=sum(task.source_bytes for task in share), unit="B")
     work_through(
