@@ -11,7 +11,7 @@ dtypes say what is meant, so that numba makes one program for each case:
 
 Arithmetic is done in float32 and rounded to the form of the scales after every operation. For one
 quotient, sum or difference of two numbers of that form this is the correctly rounded result, as
-PyTorch computes it. Nothing may be reassociated or contracted: `fastmath` stays off.
+PyTorch computes it.
 
 Conversions are integer arithmetic: LLVM's own of float16 call a function where the processor has no
 instruction, and numba stops the process if it does not find it.
@@ -261,7 +261,31 @@ def _round_part_to_zero(part, codes, stored, zero, low, high, grid):
         codes[i] = _code(high if value > high else value, grid)
 
 
-# -- weights ---------------------------------------------------------------------------------------
+# -- rows of blocks --------------------------------------------------------------------------------
+
+
+@inlined
+def _part(array, n, g, width):
+    return array[n, g * width : min(g * width + width, array.shape[1])]
+
+
+@inlined
+def _find_largest(weight, start, stop, width, largest):
+    largest[:] = 0
+    for n in range(start, stop):
+        for g in range(largest.size):
+            largest[g] = _largest_magnitude(_part(weight, n, g, width), largest[g])
+
+
+@inlined
+def _round_rows(weight, codes, start, stop, width, scales, low, high, grid):
+    for n in range(start, stop):
+        for g in range(scales.size):
+            part, of_part = _part(weight, n, g, width), _part(codes, n, g, width)
+            _round_part(part, of_part, scales[g], low, high, grid)
+
+
+# -- scales ----------------------------------------------------------------------------------------
 
 
 @inlined
@@ -280,48 +304,54 @@ def _zero_of(lowest, scale, low, high, like):
     return np.rint(high if zero > high else zero)
 
 
+@inlined
+def _power_of_two(magnitude, form, like):
+    """e8m0 byte and scale; see `power_of_two_scale` of `scales`."""
+    mantissa_bits, bias, guard_bits, top_exponent = form
+    field = (np.int64(magnitude) + (1 << (mantissa_bits - guard_bits - 1))) >> mantissa_bits
+    one = _stored(np.float32(1.0), like)
+    if np.int64(magnitude) >> mantissa_bits > 2 * bias or field > 2 * bias:
+        return np.uint8(255), one
+    byte = max(field - bias + 127 - top_exponent, 0) if field > 0 else 0
+    bits = byte << 23 if byte > 0 else 1 << 22
+    scale = _stored(_from_order(np.int32(bits), np.float32(0.0)), like)
+    return (np.uint8(byte), scale) if _magnitude(scale) != 0 else (np.uint8(127), one)
+
+
+@inlined
+def _e4m3_value(code):
+    exponent, mantissa = np.int64(code) >> 3 & 15, np.int64(code) & 7
+    if exponent == 0:
+        return np.float32(mantissa) * np.float32(2.0**-9)
+    return _from_order(np.int32((exponent + 127 - 7) << 23 | mantissa << 20), np.float32(0.0))
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
 def _symmetric(weight, codes, scales, largest, block, limits, grid):
     height, width = block
     low, high, steps, eps = limits
     for r in range(scales.shape[0]):
-        rows = range(r * height, min(r * height + height, weight.shape[0]))
-        largest[:] = 0
-        for n in rows:
-            for g in range(scales.shape[1]):
-                part = weight[n, g * width : min(g * width + width, weight.shape[1])]
-                largest[g] = _largest_magnitude(part, largest[g])
+        start, stop = r * height, min(r * height + height, weight.shape[0])
+        _find_largest(weight, start, stop, width, largest)
         for g in range(scales.shape[1]):
             top = _widened_any(_from_order(largest[g], weight[0, 0]))
             scales[r, g] = _scale_of(top, steps, eps, weight[0, 0])
-        for n in rows:
-            for g in range(scales.shape[1]):
-                start, stop = g * width, min(g * width + width, weight.shape[1])
-                _round_part(
-                    weight[n, start:stop], codes[n, start:stop], scales[r, g], low, high, grid
-                )
+        _round_rows(weight, codes, start, stop, width, scales[r], low, high, grid)
 
 
-def _asymmetric(
-    weight,
-    codes,
-    scales,
-    zeros,
-    extremes,
-    block,
-    limits,
-    grid,
-):
+def _asymmetric(weight, codes, scales, zeros, extremes, block, limits, grid):
     height, width = block
     low, high, steps, eps = limits
     like = weight[0, 0]
     for r in range(scales.shape[0]):
-        rows = range(r * height, min(r * height + height, weight.shape[0]))
+        start, stop = r * height, min(r * height + height, weight.shape[0])
         extremes[:] = 0
-        for n in rows:
+        for n in range(start, stop):
             for g in range(scales.shape[1]):
-                part = weight[n, g * width : min(g * width + width, weight.shape[1])]
                 extremes[0, g], extremes[1, g] = _lowest_and_highest(
-                    part, extremes[0, g], extremes[1, g]
+                    _part(weight, n, g, width), extremes[0, g], extremes[1, g]
                 )
         for g in range(scales.shape[1]):
             lowest = _widened_any(_from_order(extremes[0, g], like))
@@ -330,35 +360,42 @@ def _asymmetric(
             unguarded = _widened_any(_stored(spread / steps, like))
             zeros[r, g] = _zero_of(lowest, unguarded, low, high, like)
             scales[r, g] = _scale_of(spread, steps, eps, like)
-        for n in rows:
+        for n in range(start, stop):
             for g in range(scales.shape[1]):
-                start, stop = g * width, min(g * width + width, weight.shape[1])
-                scale, zero = scales[r, g], zeros[r, g]
-                _round_part_to_zero(
-                    weight[n, start:stop], codes[n, start:stop], scale, zero, low, high, grid
-                )
+                part, of_part = _part(weight, n, g, width), _part(codes, n, g, width)
+                _round_part_to_zero(part, of_part, scales[r, g], zeros[r, g], low, high, grid)
 
 
-def _largest_of_blocks(weight, largest, block):
-    height, width = block
-    largest[:] = 0
-    for n in range(weight.shape[0]):
-        for g in range(largest.shape[1]):
-            part = weight[n, g * width : min(g * width + width, weight.shape[1])]
-            largest[n // height, g] = _largest_magnitude(part, largest[n // height, g])
-
-
-def _given_scales(weight, codes, divisors, block, limits, grid):
-    height, width = block
+def _given_scale(weight, codes, scale, limits, grid):
     low, high = limits
     for n in range(weight.shape[0]):
-        for g in range(divisors.shape[1]):
-            start, stop = g * width, min(g * width + width, weight.shape[1])
-            divisor = divisors[n // height, g]
-            _round_part(weight[n, start:stop], codes[n, start:stop], divisor, low, high, grid)
+        _round_part(weight[n], codes[n], scale, low, high, grid)
+
+
+def _powers_of_two(weight, codes, scales, largest, divisors, width, limits, form, grid):
+    low, high = limits
+    for n in range(weight.shape[0]):
+        _find_largest(weight, n, n + 1, width, largest)
+        for g in range(largest.size):
+            scales[n, g], divisors[g] = _power_of_two(largest[g], form, weight[0, 0])
+        _round_rows(weight, codes, n, n + 1, width, divisors, low, high, grid)
+
+
+def _e4m3_scales(weight, codes, scales, largest, divisors, width, limits, grid):
+    low, high, steps, outer, most = limits
+    for n in range(weight.shape[0]):
+        _find_largest(weight, n, n + 1, width, largest)
+        for g in range(largest.size):
+            top = _widened_any(_from_order(largest[g], weight[0, 0]))
+            scale = outer * _widened_any(_stored(top / steps, weight[0, 0]))
+            code = _code(most if scale > most else scale, np.uint8(0))
+            scales[n, g] = code if code != 0 else np.uint8(0x20)  # 0.125
+            divisors[g] = _e4m3_value(scales[n, g]) / outer
+        _round_rows(weight, codes, n, n + 1, width, divisors, low, high, grid)
 
 
 quantize_symmetric = Kernel(_symmetric)
 quantize_asymmetric = Kernel(_asymmetric)
-find_largest = Kernel(_largest_of_blocks)
-quantize_given = Kernel(_given_scales)
+quantize_given = Kernel(_given_scale)
+quantize_powers_of_two = Kernel(_powers_of_two)
+quantize_e4m3_scales = Kernel(_e4m3_scales)

@@ -114,12 +114,11 @@ def round_to_nearest(
         found.append(scales)
     found = found[:1] if is_whole else found
     zeros = [scales.zero for scales in found if scales.zero is not None]
-    scales = BlockScales(
-        stored=torch.cat([scales.stored for scales in found]),
-        divisor=found[0].divisor,
-        zero=torch.cat(zeros) if zeros else None,
+    scale, zero = (
+        torch.cat([scales.stored for scales in found]),
+        torch.cat(zeros) if zeros else None,
     )
-    return _assembled(tensor, scheme, codes, scales, outer)
+    return _assembled(tensor, scheme, codes, scale, zero, outer=outer)
 
 
 def _by_compiled_loops(
@@ -127,17 +126,23 @@ def _by_compiled_loops(
 ) -> QuantTensor | None:
     outer = global_scale(shared) if shared is not None and scheme.scale == "e4m3" else None
     found = compiled.quantize(weight, scheme, shared=shared, outer=outer)
-    return None if found is None else _assembled(weight, scheme, *found, outer)
+    return None if found is None else _assembled(weight, scheme, *found, outer=outer)
 
 
 def _assembled(
-    weight: Tensor, scheme: WeightScheme, codes: Tensor, scales: BlockScales, outer: Tensor | None
+    weight: Tensor,
+    scheme: WeightScheme,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    *,
+    outer: Tensor | None,
 ) -> QuantTensor:
     return QuantTensor(
         grid=scheme.grid,
         codes=codes,
-        scale=scales.stored,
-        zero=scales.zero,
+        scale=scale,
+        zero=zero,
         outer=None if outer is None else outer.reshape(1, 1),
         block=scheme.block_of(weight.shape[0], weight.shape[1]),
         evaluation=evaluation_of(scheme, weight.dtype),
@@ -176,7 +181,8 @@ def scaled_blocks(blocks: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(tensor.to(torch.float32).isfinite().all())
+    # no sum of these overflows float64, and NaN and infinity survive it: one pass, no temporaries
+    return math.isfinite(tensor.to(torch.float32).sum(dtype=torch.float64).item())
 
 
 def _check_range(own: Tensor, shared: Tensor) -> None:
