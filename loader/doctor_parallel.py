@@ -7,6 +7,7 @@ than devices, each head is held by several.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from quantload.loader.doctor_subject import Finding, Subject
@@ -16,6 +17,7 @@ from quantload.quant.scheme import Scheme
 
 _SPLIT_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3"}
 _KEYS_AND_VALUES = {"k_proj", "v_proj"}
+_EXPERT = re.compile(r"(?P<block>.*\.experts)\.\d+\.(?P<role>[^.]+)")
 _FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"})
 
 
@@ -24,11 +26,23 @@ def _last(module: str) -> str:
 
 
 def engine_groups(subject: Subject) -> Iterator[tuple[str, ...]]:
-    """Yield the groups of layers that a serving engine runs as one, of the checkpoint's groups."""
-    for group in subject.facts.groups if subject.engine.fuses else ():
-        names = {_last(module) for module in group}
-        if ".experts." in group[0] or any(names <= fused for fused in _FUSED):
+    """Yield the groups of layers that a serving engine runs as one.
+
+    Of the groups of the checkpoint those that engines fuse; of the experts of a block gate and up
+    of all are one group, down of all another.
+    """
+    if not subject.engine.fuses:
+        return
+    for group in subject.facts.groups:
+        if ".experts." not in group[0] and any({_last(m) for m in group} <= f for f in _FUSED):
             yield group
+    experts: dict[tuple[str, str], list[str]] = {}
+    for module in subject.source.weights:
+        match = _EXPERT.fullmatch(module)
+        if match:
+            role = "input" if match["role"] in _SPLIT_OUTPUTS else match["role"]
+            experts.setdefault((match["block"], role), []).append(module)
+    yield from (tuple(members) for members in experts.values() if len(members) > 1)
 
 
 def part_of(subject: Subject, weight: SourceWeight) -> tuple[int, int]:

@@ -365,6 +365,7 @@ TRANSFORMERS = Engine(
         "fp_quant": _packaged("fp_quant", "fp_quant"),
         "gemma": Method(source="quantizers/quantizer_gemma.py"),
         "higgs": _packaged("flute-kernel", "higgs"),
+        "gguf": _packaged("gguf", "gguf"),
         "hqq": _packaged("hqq", "hqq"),
         "metal": _packaged("kernels", "metal"),
         "mxfp4": _packaged("kernels and triton", "mxfp4"),

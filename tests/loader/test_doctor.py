@@ -7,11 +7,16 @@ import json
 import pytest
 import served
 import tiny_checkpoints as tiny
+import tiny_gguf
 import torch
 from safetensors.torch import save_file
 
 from quantload.errors import ConfigError, SourceNotFound
 from quantload.loader.doctor import engine_named, examine
+from quantload.loader.doctor_names import weights_are_called_weight
+from quantload.loader.doctor_subject import Subject
+from quantload.loader.formats import open_source
+from quantload.loader.open import open_checkpoint
 from quantload.mappers.facts import facts_from_names
 from quantload.mappers.placement import Placement
 
@@ -198,6 +203,74 @@ def test_cache_scheme(tmp_path, scheme, loads):
     assert bool(found(diagnosis, "cache")) is not loads
 
 
+def with_config(folder, quantization):
+    """A llama in full precision with a quantization config: only the config can be judged."""
+    content = tiny.config()
+    made = tiny.tensors(content)
+    content["quantization_config"] = quantization
+    return tiny.write(folder, content, made)
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
+_ROUND = {**_ROUND, "packing_format": "auto_round:auto_gptq", "data_type": "int"}
+
+
+@pytest.mark.parametrize("engine", SERVERS)
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        (_GPTQ, {"bits": 3}),
+        (_GPTQ, {"sym": False}),
+        (_AWQ, {"bits": 8}),
+        (_FP8, {"activation_scheme": "static"}),
+        (_FP8, {"activation_scheme": "often"}),
+        (_FP8, {"weight_block_size": [32]}),
+        (_ROUND, {"packing_format": "auto_round:gptqmodel"}),
+        (_ROUND, {"data_type": "nv_fp"}),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, {"quant_algo": "W4A8_AWQ"}),
+    ],
+)
+def test_values_of_the_config(tmp_path, engine, config, change):
+    good = diagnosed(with_config(tmp_path / "good", config), engine)
+    assert found(good, "config-value") == []
+    bad = diagnosed(with_config(tmp_path / "bad", {**config, **change}), engine)
+    assert found(bad, "config-value") == [("error", "config-value", "")]
+
+
+def test_act_order_of_gptq_is_gone_from_vllm(tmp_path):
+    folder = with_config(tmp_path / "model", {**_GPTQ, "desc_act": True})
+    assert found(diagnosed(folder), "config-value") == [("error", "config-value", "")]
+    assert found(diagnosed(folder, "sglang"), "config-value") == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sparsity_config": {"format": "dense", "targets": ["Linear"]}},
+        {"transform_config": {"config_groups": {}}},
+    ],
+)
+def test_what_transformers_does_not_parse(tmp_path, change):
+    folder = served.llama(
+        tmp_path / "model", change=lambda c, _: c["quantization_config"].update(change)
+    )
+    assert ("error", "config-value", "") in found(diagnosed(folder, "transformers"))
+
+
+def test_gguf(tmp_path):
+    """vLLM needs a plugin for it, transformers the name of the file."""
+    gguf = tmp_path / "model.gguf"
+    tiny_gguf.write_tiny_gguf(gguf, weight_type="Q4_0")
+    assert only(diagnosed(gguf), "method").found == "quant_method `gguf`"
+    assert found(diagnosed(gguf, "sglang"), "method") == []
+    in_transformers = diagnosed(gguf, "transformers")
+    assert in_transformers.passed
+    assert {rule for _, rule, _ in found(in_transformers)} == {"container", "package"}
+
+
 # -- layers ----------------------------------------------------------------------------------------
 
 
@@ -320,6 +393,45 @@ def test_packed_zero_points_and_transformers(tmp_path):
     folder = served.llama(tmp_path / "model", "W4A16_ASYM")
     assert diagnosed(folder).passed
     assert len(found(diagnosed(folder, "transformers"), "transformers-layer")) == 14
+
+
+def experts(content, made):
+    """Turn the MLP of each layer into two experts."""
+    for name in [n for n in made if ".mlp." in n]:
+        tensor = made.pop(name)
+        for number in range(2):
+            made[name.replace(".mlp.", f".mlp.experts.{number}.")] = tensor
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "device", "rule"),
+    [
+        ("W4A16", "transformers", "cuda", None),
+        ("W8A8", "transformers", "cuda", "transformers-layer"),
+        ("NVFP4A16", "transformers", "cuda", "transformers-layer"),
+        ("FP8_DYNAMIC", "transformers", "cuda", None),
+        ("W4A16", "vllm", "cuda", None),
+        ("W4A16", "vllm", "cpu", None),
+        ("FP8_DYNAMIC", "vllm", "cuda", None),
+        ("FP8_DYNAMIC", "vllm", "cpu", "kernel"),
+    ],
+)
+def test_experts(tmp_path, kind, engine, device, rule):
+    folder = served.llama(tmp_path / "model", kind, change=experts)
+    errors = diagnosed(folder, engine, device=device).errors
+    assert {finding.rule for finding in errors} == ({rule} if rule else set())
+    assert all(".experts." in finding.layer for finding in errors)
+
+
+def test_experts_have_one_scheme(tmp_path):
+    module = f"{MLP}.experts.1.down_proj"
+
+    def change(content, made):
+        experts(content, made)
+        keep(module)(content, made)
+
+    finding = only(diagnosed(served.llama(tmp_path / "model", change=change)), "fused-scheme")
+    assert f"full precision: `{module}`" in finding.found
 
 
 # -- fused -----------------------------------------------------------------------------------------
@@ -537,6 +649,21 @@ def test_names_without_the_prefix(tmp_path):
     placement = Placement(without_prefix=("layers.0.self_attn.q_proj.weight",))
     assert "`model.layers.0" in only(diagnosed(folder, placement=placement), "prefix").expected
     assert diagnosed(folder, "transformers", placement=placement).passed
+
+
+def test_weight_in_full_precision_under_another_name(tmp_path):
+    """Quark's awq mode calls every weight `qweight`; engines want `weight`."""
+    checkpoint = open_checkpoint(tiny.llama(tmp_path / "model"))
+    source = open_source(checkpoint)
+    renamed = checkpoint.renamed({"lm_head.weight": "lm_head.qweight"})
+    engine, facts = engine_named("vllm"), by_names(source)
+
+    def layers(stored):
+        subject = Subject(stored, source, facts, Placement(), engine, "cuda", 1)
+        return [finding.layer for finding in weights_are_called_weight(subject)]
+
+    assert layers(checkpoint) == []
+    assert layers(renamed) == ["lm_head"]
 
 
 # -- usage -----------------------------------------------------------------------------------------
