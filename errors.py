@@ -115,7 +115,17 @@ class OutputError(QuantloadError, OSError):
 
 
 class WorkerError(QuantloadError, RuntimeError):
-    """Another of the processes that write an output together failed."""
+    """Another of the processes that write an output together failed.
+
+    Args:
+        message: What is wrong.
+        hint: A way out, if there is one.
+        is_certain: True if the same command would fail again.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", is_certain: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.is_certain = is_certain
 
 
 class UploadError(QuantloadError):

@@ -7,7 +7,7 @@ of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from quantload.loader.side_files import copy_side_files
 from quantload.loader.staging import Staging
 from quantload.loader.tasks import Task, identity_of, share_of, tasks_of
 from quantload.loader.weight_rows import WeightRows
-from quantload.loader.workers import Do, Resources, work_through
+from quantload.loader.workers import Resources, work_through
 from quantload.loader.writer import OutputFiles
 from quantload.progress import Progress
 
@@ -96,7 +96,7 @@ def _work(
             staging.note(task.number, runner.run(task))
 
     @contextmanager
-    def worker() -> Iterator[Do]:
+    def worker() -> Iterator[Callable[[Task], None]]:
         with files_kept_open(), closing(RowReader(resources.device)) as reader:
             yield partial(do, TaskRunner(WeightRows(plan, reader), files))
 

@@ -6,6 +6,7 @@ disk; the first prepares and ends. They only tell each other that they are ready
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from quantload.errors import WorkerError
+from quantload.errors import ConfigError, WorkerError
+from quantload.loader.staging import is_certain
 
+_log = logging.getLogger("quantload")
+_AGAIN = "run the same command again: it continues where this one ended"
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FOREVER = timedelta(days=7)  # a rank may have far more to do than another
 
 
@@ -35,12 +40,18 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """Return what `torchrun` says of this process; a single one without it."""
-        return cls(
-            rank=int(os.environ.get("RANK", "0")),
-            size=int(os.environ.get("WORLD_SIZE", "1")),
-            here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        )
+        """Return what `torchrun` says of this process; a single one without it.
+
+        Raises:
+            ConfigError: The environment holds no such numbers.
+        """
+        if not all(name in os.environ for name in _VARIABLES):
+            return cls()
+        rank, size = _number("RANK", least=0), _number("WORLD_SIZE", least=1)
+        if rank >= size:
+            raise ConfigError(f"`RANK` is {rank}, expected less than `WORLD_SIZE`, {size}")
+        here = _number("LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in os.environ else 1
+        return cls(rank=rank, size=size, here=here)
 
     @property
     def is_first(self) -> bool:
@@ -49,20 +60,37 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Connect the processes while this is open; an error of this one is told to the others."""
+        """Connect the processes while this is open; an error of this one is told to the others.
+
+        Raises:
+            WorkerError: They cannot be connected.
+        """
         if self.size == 1:
             yield
             return
-        dist.init_process_group("gloo", timeout=_FOREVER)
+        try:
+            dist.init_process_group("gloo", timeout=_FOREVER)
+        except (RuntimeError, ValueError) as error:
+            raise WorkerError(
+                f"{self.size} processes cannot be connected: {_first_line(error)}",
+                hint="start them with `torchrun`",
+            ) from error
         try:
             yield
         except WorkerError:
             raise
         except BaseException as error:
-            _tell(str(error) or type(error).__name__)
+            self._tell_error(error)
             raise
         finally:
             dist.destroy_process_group()
+
+    def _tell_error(self, error: BaseException) -> None:
+        """Tell the others, who learn of it when they wait."""
+        try:
+            _exchange(_Problem(str(error) or type(error).__name__, is_certain(error)))
+        except WorkerError as gone:  # the error of this process is the one to be seen
+            _log.warning("%s", gone.message)
 
     def wait(self) -> None:
         """Wait for all processes.
@@ -72,23 +100,40 @@ class Ranks:
         """
         if self.size == 1:
             return
-        problems = _tell("")
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        failed = [(rank, found) for rank, found in enumerate(_exchange(None)) if found is not None]
         if failed:
+            certain = any(found.is_certain for _, found in failed)
             raise WorkerError(
-                "another process failed: " + "; ".join(failed),
-                hint="run the same command again: it continues where this one ended",
+                "; ".join(f"process {rank} failed: {found.text}" for rank, found in failed),
+                hint="" if certain else _AGAIN,
+                is_certain=certain,
             )
 
 
-def _tell(problem: str) -> list[str]:
-    """Exchange what went wrong, "" for nothing; returns it by rank."""
-    found: list[str] = [""] * dist.get_world_size()
+@dataclass(frozen=True)
+class _Problem:
+    """What went wrong in one process, and whether it would again."""
+
+    text: str
+    is_certain: bool
+
+
+def _exchange(problem: _Problem | None) -> list[_Problem | None]:
+    """Exchange what went wrong; returns it by rank."""
+    found: list[_Problem | None] = [None] * dist.get_world_size()
     try:
         dist.all_gather_object(found, problem)
     except RuntimeError as error:  # what gloo raises when a connection is closed
-        raise WorkerError(
-            f"another process is gone: {str(error).splitlines()[0]}",
-            hint="run the same command again: it continues where this one ended",
-        ) from error
+        raise WorkerError(f"another process is gone: {_first_line(error)}", hint=_AGAIN) from error
     return found
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _number(name: str, *, least: int) -> int:
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"`{name}` is `{text}`, expected a number of at least {least}")
+    return int(text)

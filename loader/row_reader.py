@@ -16,6 +16,7 @@ from torch import Tensor
 from quantload.errors import CheckpointError
 from quantload.loader.checkpoint import TensorEntry, file_ends
 from quantload.loader.plan_row import SourceRegion
+from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 
 CHUNK_BYTES = 1 << 22  # of a weight that is in work at a time on a CPU
 _MOST_OPEN = 16
@@ -109,6 +110,17 @@ class RowReader:
                 os.close(self._open.pop(next(iter(self._open))))  # the one that was opened first
             self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         return self._open[file]
+
+
+def region_of(weight: SourceWeight, source: Source) -> SourceRegion | None:
+    """Return where a plain matrix lies; None if it has to be decoded or put in order."""
+    entry = source.checkpoint.tensors.get(weight.parameter_name)
+    if entry is None or not entry.is_contiguous or source.reader.widens_floats:
+        return None
+    if weight.is_quantized or entry.shape != weight.shape or entry.dtype not in FLOAT_DTYPES:
+        return None
+    rows, columns = weight.shape
+    return SourceRegion(tensor=entry.name, first=0, rows=rows, columns=columns, row_stride=columns)
 
 
 def rows_of(num_bytes: int, row_bytes: int, step: int) -> int:

@@ -12,15 +12,25 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from quantload.errors import ConfigError
-from quantload.loader.tasks import Task
 
 DEFAULT_MEMORY = 1 << 30
 CPU = torch.device("cpu")
-Do = Callable[[Task], None]
+
+
+class Work(Protocol):
+    """A piece of work."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory that it needs."""
+
+
+W = TypeVar("W", bound=Work)
 
 
 @dataclass(frozen=True)
@@ -52,12 +62,12 @@ class Resources:
 
 
 def work_through(
-    tasks: Iterable[Task],
-    worker: Callable[[], AbstractContextManager[Do]],
+    tasks: Iterable[W],
+    worker: Callable[[], AbstractContextManager[Callable[[W], None]]],
     *,
     threads: int,
     memory: int,
-    finished: Callable[[Task], None],
+    finished: Callable[[W], None],
 ) -> None:
     """Do every task.
 
@@ -72,13 +82,12 @@ def work_through(
         BaseException: Whatever a task raised first; the others are ended before.
     """
     pool = _Pool(list(tasks), worker, memory)
-    running = [
-        threading.Thread(target=pool.run, name=f"worker-{number}", daemon=True)
-        for number in range(min(threads, len(pool.waiting)) or 1)
-    ]
-    for thread in running:
-        thread.start()
+    running: list[threading.Thread] = []
     try:
+        for number in range(min(threads, len(pool.waiting))):
+            thread = threading.Thread(target=pool.run, name=f"worker-{number}", daemon=True)
+            thread.start()
+            running.append(thread)
         pool.collect(finished)
     finally:
         pool.stop()
@@ -86,18 +95,21 @@ def work_through(
             thread.join()
 
 
-class _Pool:
+class _Pool(Generic[W]):
     """What the threads share."""
 
     def __init__(
-        self, tasks: list[Task], worker: Callable[[], AbstractContextManager[Do]], memory: int
+        self,
+        tasks: list[W],
+        worker: Callable[[], AbstractContextManager[Callable[[W], None]]],
+        memory: int,
     ) -> None:
         self.waiting = tasks[::-1]
         self._number = len(tasks)
         self._worker = worker
         self._free = self._memory = memory
         self._condition = threading.Condition()
-        self._ended: queue.SimpleQueue[Task | BaseException] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[W | BaseException] = queue.SimpleQueue()
         self._is_stopped = False
 
     def run(self) -> None:
@@ -111,7 +123,7 @@ class _Pool:
         except BaseException as error:  # noqa: BLE001 - raised again by `collect`
             self._ended.put(error)
 
-    def collect(self, finished: Callable[[Task], None]) -> None:
+    def collect(self, finished: Callable[[W], None]) -> None:
         for _ in range(self._number):
             ended = self._ended.get()
             if isinstance(ended, BaseException):
@@ -123,7 +135,7 @@ class _Pool:
             self._is_stopped = True
             self._condition.notify_all()
 
-    def _next(self) -> Task | None:
+    def _next(self) -> W | None:
         """Take the next task as soon as there is memory for it."""
         with self._condition:
             while self.waiting and not self._is_stopped:
@@ -134,7 +146,7 @@ class _Pool:
                 self._condition.wait()
             return None
 
-    def _give_back(self, task: Task) -> None:
+    def _give_back(self, task: W) -> None:
         with self._condition:
             self._free += min(task.working_bytes, self._memory)
             self._condition.notify_all()

@@ -40,7 +40,7 @@ class OutputFiles:
         self._opening = threading.Lock()
 
     def create(self) -> bool:
-        """Create what is not there yet, with headers and at full size.
+        """Create what is not there yet, with headers and at full size; remove everything else.
 
         Returns:
             True if every file was there already, as it should be.
@@ -48,8 +48,9 @@ class OutputFiles:
         Raises:
             OutputError: The disk is too small, or cannot be written.
         """
-        missing = [file for file in self._files if not self._is_created(file)]
         try:
+            self._remove_strays()
+            missing = [file for file in self._files if not self._is_created(file)]
             self._check_room(missing)
             for file in missing:
                 with (self.folder / file.name).open("wb") as stream:
@@ -58,6 +59,17 @@ class OutputFiles:
         except OSError as error:
             raise self._error(error) from error
         return not missing
+
+    def _remove_strays(self) -> None:
+        """Remove what an earlier run copied: it may be gone from the source."""
+        names = {file.name for file in self._files}
+        for path in self.folder.iterdir():
+            if path.name in names:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def _is_created(self, file: OutputFile) -> bool:
         path = self.folder / file.name
@@ -112,12 +124,15 @@ class OutputFiles:
         file = self._place[name]
         position, left = file.offsets[name], file.tensors[name].num_bytes
         total = 0
-        while left:
-            data = os.pread(self._descriptor(file.name), min(left, _PIECE), position)
-            if not data:
-                break
-            total += sum_of_words(memoryview(data), position)
-            position, left = position + len(data), left - len(data)
+        try:
+            while left:
+                data = os.pread(self._descriptor(file.name), min(left, _PIECE), position)
+                if not data:
+                    break
+                total += sum_of_words(memoryview(data), position)
+                position, left = position + len(data), left - len(data)
+        except OSError as error:
+            raise self._error(error) from error
         return total & WORD
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
