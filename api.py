@@ -26,6 +26,7 @@ from quantload.loader.estimate import peak_rss
 from quantload.loader.formats import open_source
 from quantload.loader.garbage import without_collections
 from quantload.loader.gguf_tokenizer import write_tokenizer
+from quantload.loader.layer_selection import select_layers
 from quantload.loader.model_dtype import config_dtype
 from quantload.loader.open import open_checkpoint
 from quantload.loader.plan import DTYPE_NAMES, Plan, PlanOptions, make_plan
@@ -91,6 +92,7 @@ def plan(
     opened = source if isinstance(source, Source) else inspect(source)
     config = QuantConfig.from_options(scheme, rules, group_size=group_size)
     with without_collections():
+        opened = select_layers(opened, options.layers if options else "")
         facts = facts_of(opened, trust_remote_code=trust_remote_code)
         made = make_plan(opened, config, facts, options)
     return replace(made, trust_remote_code=trust_remote_code)

@@ -30,6 +30,10 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * factor)
 
 
+# What is about one run, not about what is written.
+_ONLY_ON_THE_COMMAND_LINE = {"config", "rule", "scheme", "plan", "json", "quiet", "all", "push"}
+
+
 def read_rules(config: Path | None, rules: tuple[str, ...]) -> tuple[str | None, list[str]]:
     """Read `--config` and append `--rule`s, which come later and so win ties.
 
@@ -41,18 +45,59 @@ def read_rules(config: Path | None, rules: tuple[str, ...]) -> tuple[str | None,
     """
     if config is None:
         return None, list(rules)
-    try:
-        content = tomllib.loads(config.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:  # ValueError: TOML or UTF-8
-        raise ConfigError(f"cannot read rules from `{config}`: {error}") from error
-    unknown = set(content) - {"scheme", "rules"}
+    content = _read_toml(config)
     scheme, table = content.get("scheme"), content.get("rules", {})
-    if unknown or not isinstance(table, dict) or not isinstance(scheme, str | None):
+    if not isinstance(table, dict) or not isinstance(scheme, str | None):
         raise ConfigError(
             f"`{config}` has the keys {listed(content)}, expected the name of a `scheme` and a "
             "table `[rules]`"
         )
     return scheme, [*_rule_texts(table), *rules]
+
+
+def file_settings(config: Path | None) -> dict[str, object]:
+    """Return the options that `--config` sets and the command line does not.
+
+    A key of the file is the name of an option with underscores: `group_size = 64`.
+
+    Raises:
+        ConfigError: A key is no option of the command, or its value is of another kind.
+    """
+    if config is None:
+        return {}
+    context = click.get_current_context()
+    options = {
+        name.removeprefix("--").replace("-", "_"): option
+        for option in context.command.params
+        if isinstance(option, click.Option)
+        for name in option.opts
+        if name.startswith("--")
+    }
+    content = {k: v for k, v in _read_toml(config).items() if k not in ("scheme", "rules")}
+    allowed = options.keys() - _ONLY_ON_THE_COMMAND_LINE
+    if unknown := sorted(set(content) - allowed):
+        raise ConfigError(
+            f"`{config}` has the key {listed(unknown)}, expected `scheme`, a table `[rules]` and "
+            f"options of the command: {listed(sorted(allowed), limit=30)}"
+        )
+    settings: dict[str, object] = {}
+    for key, value in content.items():
+        option = options[key]
+        assert option.name is not None, "every option has a name"
+        if context.get_parameter_source(option.name) == click.core.ParameterSource.COMMANDLINE:
+            continue
+        try:
+            settings[option.name] = option.type_cast_value(context, value)
+        except click.BadParameter as error:
+            raise ConfigError(f"`{key}` in `{config}` is `{value}`: {error.message}") from error
+    return settings
+
+
+def _read_toml(config: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:  # ValueError: TOML or UTF-8
+        raise ConfigError(f"cannot read rules from `{config}`: {error}") from error
 
 
 def _rule_texts(table: Mapping[str, object]) -> list[str]:

@@ -23,6 +23,7 @@ class PlanOptions:
         max_shard_bytes: Largest size of one output file's data.
         lossless: Refuse whatever would change a value.
         target: The format that is written.
+        layers: Decoder layers to write, for example "0-1" or "0,5-7"; "" writes all.
     """
 
     dtype: torch.dtype | None = None
@@ -30,3 +31,4 @@ class PlanOptions:
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     lossless: bool = False
     target: Target = COMPRESSED_TENSORS
+    layers: str = ""

@@ -37,6 +37,11 @@ _HEADS = {"lm_head", "output_layer", "embed_out", "head"}
 _NORMS = re.compile(r"(^|_)(layer|rms)?norm\d*$|^ln(_|\d|$)|_ln$", re.IGNORECASE)
 
 
+def is_beside_the_decoder(module: str) -> bool:
+    """True for what lies in a tower or in a block for multi-token prediction."""
+    return bool((_TOWERS | _PREDICTION).intersection(module.split(".")))
+
+
 def reason_to_keep(module: str, kind: Kind) -> str | None:
     """Return why a module stays in full precision by default; None if it does not.
 

@@ -86,7 +86,7 @@ OPTIONS = {
         *("source", "output", "--scheme", "--rule", "--config", "--group-size", "--dtype"),
         *("--on-split", "--max-shard-size", "--plan", "--no-verify", "--all", "--lossless"),
         *("--trust-remote-code", "--json", "--quiet", "--check-tp", "--push", "--private"),
-        "--format",
+        *("--format", "--layers"),
     },
     "doctor": {
         *("output", "--engine", "--tp", "--device", "--all", "--trust-remote-code", "--json"),
