@@ -11,6 +11,7 @@ table            any 16 values (nf4, fp4 of bitsandbytes), code 0..15, stored as
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -112,17 +113,24 @@ class Grid:
 
     def _narrow_codes(self, values: Tensor) -> Tensor:
         """Codes of values of the grid: their places among the multiples of its smallest step."""
-        assert self.table is not None, "narrow floats have a table"
-        mantissa_bits, smallest = _NARROW[self.name]
-        per_unit = 2.0 ** (mantissa_bits - smallest)
-        last = int(self.high * per_unit)
-        places = torch.zeros(last + 1, dtype=torch.uint8)
-        for code, value in enumerate(self.table[: len(self.table) // 2]):
-            places[int(value * per_unit)] = code
-        multiples = (values.abs() * per_unit).to(torch.int32).clamp_(0, last)  # NaN is no number
-        codes = places.to(values.device).index_select(0, multiples.reshape(-1))
+        places, per_unit = _places(self, values.device)
+        multiples = (values.abs() * per_unit).to(torch.int32)
+        multiples = multiples.clamp_(0, places.numel() - 1)  # NaN is no number
+        codes = places.index_select(0, multiples.reshape(-1))
         signs = values.signbit().to(torch.uint8) << (self.bits - 1)
         return codes.reshape(values.shape).bitwise_or_(signs)
+
+
+@cache
+def _places(grid: Grid, device: torch.device) -> tuple[Tensor, float]:
+    """The code of each multiple of a narrow float's smallest step, and how many steps make 1."""
+    assert grid.table is not None, "narrow floats have a table"
+    mantissa_bits, smallest = _NARROW[grid.name]
+    per_unit = 2.0 ** (mantissa_bits - smallest)
+    places = torch.zeros(int(grid.high * per_unit) + 1, dtype=torch.uint8)
+    for code, value in enumerate(grid.table[: len(grid.table) // 2]):
+        places[int(value * per_unit)] = code
+    return places.to(device), per_unit
 
 
 def int_grid(bits: int) -> Grid:
@@ -131,6 +139,7 @@ def int_grid(bits: int) -> Grid:
     return Grid(f"int{bits}", bits, -half, half - 1, torch.int8)
 
 
+@cache
 def uint_grid(bits: int) -> Grid:
     """Unsigned integers of `bits` bits: 0 .. 2^bits - 1."""
     return Grid(f"uint{bits}", bits, 0, (1 << bits) - 1, torch.uint8)
