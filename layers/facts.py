@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from quantload.errors import ModelError
+from quantload.layers.short_process import run_apart
 from quantload.mappers.facts import (
     Kind,
     ModelFacts,
@@ -26,7 +27,6 @@ from quantload.mappers.facts import (
 
 if TYPE_CHECKING:
     from quantload.layers.meta_model import TransformersModel
-    from quantload.mappers.mapper import WeightMapper
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -46,9 +46,15 @@ def probe_facts(
         parameters: Names of what it holds, as a checkpoint in full precision names it.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
+    names = list(parameters)
+    return run_apart(lambda: _probe(config, folder, names, trust_remote_code=trust_remote_code))
+
+
+def _probe(
+    config: Mapping[str, Any], folder: Path, names: list[str], *, trust_remote_code: bool
+) -> ModelFacts:
     from quantload.layers.meta_model import build_on_meta  # transformers takes seconds to import
 
-    names = list(parameters)
     by_name = facts_from_names(_weight_modules(names), tied_head=_ties_head(config))
     if missing_layers(config, names):
         return replace(by_name, origin=f"name table ({missing_layers(config, names)})")
@@ -68,10 +74,14 @@ def _facts(model: TransformersModel, names: list[str], by_name: ModelFacts) -> M
     siblings = find_siblings(model)
     mapper = mapper_of(model)
     in_checkpoint: dict[str, str] = {}  # model path -> checkpoint name
+    held: dict[str, str] = {}  # the same of modules with a weight of their own
     for name in names:
         found = mapper.modules_of(name)
-        if found is not None:
-            in_checkpoint.setdefault(found[1], found[0])
+        if found is None:
+            continue
+        in_checkpoint.setdefault(found[1], found[0])
+        if _is_weight(name):
+            held[found[1]] = found[0]
     kinds = _kinds(model, in_checkpoint, by_name)
     groups = [
         tuple(in_checkpoint[path] for path in group)
@@ -86,7 +96,7 @@ def _facts(model: TransformersModel, names: list[str], by_name: ModelFacts) -> M
     return ModelFacts(
         kinds=kinds,
         groups=with_expert_groups(groups, kinds),
-        tied=_tied(model, names, mapper),
+        tied=_tied(model, held),
         aliases={name: (path,) for path, name in in_checkpoint.items() if path != name},
         origin=f"name table (the probe failed: {failure})" if failure else "model probe",
     )
@@ -117,15 +127,15 @@ def _kind_of(module: nn.Module, *, is_head: bool) -> Kind:
     return "convolution" if isinstance(module, _CONVOLUTIONS) else "other"
 
 
-def _tied(model: TransformersModel, names: list[str], mapper: WeightMapper) -> dict[str, str]:
-    """Return tied modules that have no weight of their own in the checkpoint."""
+def _tied(model: TransformersModel, held: Mapping[str, str]) -> dict[str, str]:
+    """Return tied modules that have no weight of their own in the checkpoint.
+
+    Args:
+        model: The probed model.
+        held: Checkpoint names of modules that have one, by model path.
+    """
     from quantload.layers.meta_model import tied_names
 
-    held: dict[str, str] = {}
-    for name in names:
-        found = mapper.modules_of(name)
-        if found is not None and _is_weight(name):
-            held[found[1]] = found[0]
     tied = {}
     for alias, owner in tied_names(model).items():
         one, _, leaf = alias.rpartition(".")

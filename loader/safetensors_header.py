@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,6 +38,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_INFO = {"dtype", "shape", "data_offsets"}
+_Info: TypeAlias = tuple[str, tuple[int, ...], int, int]  # dtype, shape, first byte, bytes
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -56,9 +57,11 @@ def read_file(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     _check(file)
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length), object_pairs_hook=_unique(file))
+        header = json.loads(stream.read(length), object_pairs_hook=_Entries(file).build)
     metadata = header.pop("__metadata__", None) or {}
-    return {name: _entry(name, info, file, 8 + length) for name, info in header.items()}, metadata
+    for name, info in header.items():
+        header[name] = _entry(name, info, file, 8 + length)
+    return header, metadata
 
 
 def _check(file: Path) -> None:
@@ -72,32 +75,48 @@ def _check(file: Path) -> None:
         ) from error
 
 
-def _unique(file: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Return a hook of `json.loads` that refuses a name which stands twice in one object."""
+class _Entries:
+    """Builds the objects of one header.
 
-    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) < len(pairs):
+    A checkpoint has up to hundreds of thousands of tensors and few shapes: what is equal is kept
+    once, and no tensor has a dict of its own.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._sizes: dict[int, int] = {}
+
+    def build(self, pairs: list[tuple[str, Any]]) -> Any:  # noqa: ANN401 - a hook of `json`
+        """Turn the pairs of one object into a dict, those of a tensor into `_Info`.
+
+        Raises:
+            HeaderError: A name stands twice in one object.
+        """
+        found = dict(pairs)
+        if len(found) < len(pairs):
             doubled = [name for name, count in Counter(n for n, _ in pairs).items() if count > 1]
-            raise HeaderError(f"{listed(doubled)} stands twice in the header of `{file}`")
-        return entries
+            raise HeaderError(f"{listed(doubled)} stands twice in the header of `{self._file}`")
+        if found.keys() != _INFO:
+            return found
+        shape, (start, stop) = tuple(found["shape"]), found["data_offsets"]
+        size = stop - start
+        return (
+            found["dtype"],
+            self._shapes.setdefault(shape, shape),
+            start,
+            self._sizes.setdefault(size, size),
+        )
 
-    return build
 
-
-def _entry(name: str, info: dict[str, Any], file: Path, data_start: int) -> TensorEntry:
-    dtype = DTYPES.get(info["dtype"])
+def _entry(name: str, info: _Info, file: Path, data_start: int) -> TensorEntry:
+    dtype_name, shape, start, size = info
+    dtype = DTYPES.get(dtype_name)
     if dtype is None:
         raise UnsupportedVariant(
-            f"tensor `{name}` has dtype `{info['dtype']}`, expected one of "
+            f"tensor `{name}` has dtype `{dtype_name}`, expected one of "
             f"{', '.join(DTYPES)}, in `{file}`"
         )
-    start, stop = info["data_offsets"]
     return TensorEntry(
-        name=name,
-        dtype=dtype,
-        shape=tuple(info["shape"]),
-        file=file,
-        start=data_start + start,
-        num_bytes=stop - start,
+        name=name, dtype=dtype, shape=shape, file=file, start=data_start + start, num_bytes=size
     )

@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ INDEX = "model.safetensors.index.json"
 _SAFETENSORS = (".safetensors",)
 _PICKLED = (".bin", ".pt", ".pth")
 _ALONE = ("model.safetensors", "pytorch_model.bin")
+_NUMBER = re.compile(r"\d+")
+_LONGEST = 0xD7FF  # the last character below those that are no text
 _NOT_WEIGHTS = re.compile(
     r"^(consolidated|adapter_|optimizer|training_args|scheduler|scaler|rng_state|expected)"
 )
@@ -98,13 +101,22 @@ def read_json(file: Path, *, needed_for: str) -> dict[str, Any]:
     return content
 
 
-def natural_order(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key that puts layer 2 before layer 10."""
-    parts = [part for part in re.split(r"(\d+)", name) if part]
-    return tuple(
-        (0, len(part.lstrip("0")), part.lstrip("0")) if part.isdecimal() else (1, 0, part)
-        for part in parts
-    )
+def natural_order(name: str) -> str:
+    """Sort key that puts layer 2 before layer 10: a number counts by its length, then its digits.
+
+    Numbers come before text, as NUL does.
+    """
+    return ".".join([_ordered(part) for part in name.split(".")])
+
+
+@lru_cache(maxsize=65536)
+def _ordered(part: str) -> str:
+    return _NUMBER.sub(_with_length, part)
+
+
+def _with_length(number: re.Match[str]) -> str:
+    digits = number[0].lstrip("0")
+    return f"\0{chr(min(len(digits), _LONGEST))}{digits}"
 
 
 # -- which files -----------------------------------------------------------------------------------
@@ -177,7 +189,8 @@ class _Reading:
             self.weights.warnings.append(
                 f"{len(stale)} tensors are not listed in the index, left out: {listed(stale)}"
             )
-        self.weights.tensors = {name: headers[file][name] for name, file in weight_map.items()}
+        found = (headers[file][name] for name, file in weight_map.items())
+        self.weights.tensors = {entry.name: entry for entry in found}
         return self.weights
 
     def _shard(self, index: Path, file_name: str) -> Path:

@@ -135,7 +135,7 @@ class WeightMapper:
 
         None if the model has no such module, or keeps the tensor in a parameter with others.
         """
-        found = self._find(name)
+        found = next(self._matches(name), None)  # asked once a name: not kept
         if found is None or found.piece is not None:
             return None
         end = f".{found.leaf}"

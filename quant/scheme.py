@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -156,11 +156,13 @@ class Scheme:
         name: Preset name, for example "W4A16".
         weight: How the weight is quantized.
         input: How the input is quantized; None leaves it in full precision.
+        is_size_asked: True if the user named the group size; the same scheme all the same.
     """
 
     name: str
     weight: WeightScheme | None = None
     input: InputScheme | None = None
+    is_size_asked: bool = field(default=False, compare=False, repr=False)
 
     def __str__(self) -> str:
         if self.weight is None or self == PRESETS.get(self.name):
@@ -351,4 +353,4 @@ def _with_suffix(scheme: Scheme, suffix: str, text: str) -> Scheme:
             "of at least 16",
             hint="use 32, 64 or 128",
         )
-    return replace(scheme, weight=replace(weight, group_size=size))
+    return replace(scheme, weight=replace(weight, group_size=size), is_size_asked=True)
