@@ -153,7 +153,9 @@ def verify_plan(
     plan: Plan, output: str | Path, *, progress: Progress | None = None
 ) -> VerifyReport:
     """Decode every tensor of the output of a plan and compare it with the plan's source."""
-    return verify_sources(inspect(output), plan.source, progress or Silent(), nearest=True)
+    return verify_sources(
+        inspect(output), plan.source, progress or Silent(), nearest=True, plan=plan
+    )
 
 
 def convert(

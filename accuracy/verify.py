@@ -8,21 +8,25 @@ scales fail, and a config.json that describes another model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from quantload.accuracy.config_check import config_differences
-from quantload.accuracy.weight_check import WeightCheck, check_quantized, sqnr_floor_db
+from quantload.accuracy.weight_check import WeightCheck, WeightChecker, sqnr_floor_db
+from quantload.accuracy.weight_comparer import WeightComparer, difference
 from quantload.errors import QuantloadError, listed
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.experts import apart_as_in
-from quantload.loader.source import FLOAT_DTYPES, Source
+from quantload.loader.plan import Plan
+from quantload.loader.row_reader import region_of
+from quantload.loader.source import Source
+from quantload.loader.workers import Resources, work_through
 from quantload.mappers.facts import facts_from_names
 from quantload.progress import Progress
-from quantload.quant.metrics import ErrorSums, error_sums
+from quantload.quant.metrics import ErrorSums
 from quantload.quant.qtensor import QuantTensor
 
 
@@ -84,9 +88,14 @@ class VerifyReport:
         return [*failed, *self.problems]
 
 
-@files_kept_open()
 def verify_sources(
-    output: Source, source: Source, progress: Progress, *, nearest: bool = False
+    output: Source,
+    source: Source,
+    progress: Progress,
+    *,
+    nearest: bool = False,
+    plan: Plan | None = None,
+    resources: Resources | None = None,
 ) -> VerifyReport:
     """Compare every tensor of `output` with `source`.
 
@@ -96,23 +105,101 @@ def verify_sources(
         progress: Advances by bytes of the output.
         nearest: The output was rounded to nearest, as a conversion does: hold every weight to its
             rounding step.
+        plan: What was carried out: its weights are quantized once more, and must come out the same.
+        resources: Memory and threads.
     """
+    resources = resources or Resources()
     source = apart_as_in(source, output)
     tied = facts_from_names(source.weights, tied_head=True).tied  # of a head that was untied
     origin = {module: tied.get(module, module) for module in output.weights}
-    layers = []
-    progress.start("verify", total=_total_bytes(output), unit="B")
-    for module, weight in output.weights.items():
-        if origin[module] in source.weights:
-            layers.append(_check_weight(output, module, source, origin[module], nearest=nearest))
-        progress.advance(_weight_bytes(output, module), note=weight.module)
-    problems = _missing_and_extra(output, source, origin)
-    problems += [
-        problem for name in output.plain if (problem := _check_plain(output, source, name))
+    checks = [
+        _Check(output, module, source, origin[module], nearest)
+        for module in output.weights
+        if origin[module] in source.weights
     ]
+    layers: dict[str, LayerReport] = {}
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[_Check], None]]:
+        with files_kept_open(), WeightComparer(plan) as comparer:
+            yield lambda check: layers.update({check.module: check.run(comparer)})
+
+    progress.start("verify", total=_total_bytes(output), unit="B")
+    work_through(
+        checks,
+        worker,
+        threads=resources.threads(),
+        memory=resources.memory,
+        finished=lambda check: progress.advance(_weight_bytes(output, check.module)),
+    )
+    problems = _missing_and_extra(output, source, origin)
+    with files_kept_open():
+        problems += [
+            problem for name in output.plain if (problem := _check_plain(output, source, name))
+        ]
     problems += config_differences(output.checkpoint.config, source.checkpoint.config)
     progress.finish()
-    return VerifyReport(layers=tuple(layers), problems=tuple(problems))
+    return VerifyReport(
+        layers=tuple(layers[check.module] for check in checks), problems=tuple(problems)
+    )
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One weight to check."""
+
+    output: Source
+    module: str
+    source: Source
+    origin: str
+    nearest: bool
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory that it needs: what is decoded, and the codes."""
+        weight = self.source.weights[self.origin]
+        elements = math.prod(weight.parameter_shape)
+        codes = 2 * elements + _weight_bytes(self.output, self.module)
+        return codes if region_of(weight, self.source) is not None else codes + 12 * elements
+
+    @torch.no_grad()
+    def run(self, comparer: WeightComparer) -> LayerReport:
+        """Compare it."""
+        weight = self.output.weights[self.module]
+        found = self._compare(comparer)
+        scheme = weight.scheme
+        floor = math.inf if scheme is None else sqnr_floor_db(scheme, nearest=self.nearest)
+        bits = 8 * _weight_bytes(self.output, self.module) / max(1, math.prod(weight.shape))
+        return LayerReport(
+            module=self.module,
+            source=self.source.weights[self.origin].encoding,
+            scheme="dense" if scheme is None else str(scheme),
+            bits_per_weight=bits,
+            relative=found.sums.relative,
+            sqnr_db=found.sums.sqnr_db,
+            max_abs=found.sums.max_abs,
+            floor_db=floor,
+            max_steps=found.max_steps,
+            problem=found.problem,
+        )
+
+    def _compare(self, comparer: WeightComparer) -> WeightCheck:
+        weight = self.output.weights[self.module]
+        expected = self.source.weights[self.origin].parameter_shape
+        unknown = ErrorSums(noise=math.inf)
+        if weight.shape != expected:
+            problem = f"shape is `{weight.shape}`, the source has `{expected}`"
+            return WeightCheck(sums=unknown, problem=problem)
+        try:
+            if weight.scheme is None:
+                return comparer.compare_dense(self.output, self.module, self.source, self.origin)
+            candidate = self.output.read_weight(self.module)
+        except QuantloadError as error:
+            return WeightCheck(sums=unknown, problem=error.message)
+        if not isinstance(candidate, QuantTensor):  # decoded to floats by its format
+            return comparer.compare_dense(self.output, self.module, self.source, self.origin)
+        checker = WeightChecker(candidate, weight.scheme, nearest=self.nearest)
+        return comparer.compare(checker, self.module, self.source, self.origin)
 
 
 def _weight_bytes(source: Source, module: str) -> int:
@@ -142,78 +229,6 @@ def _missing_and_extra(output: Source, source: Source, origin: Mapping[str, str]
     return problems
 
 
-@torch.no_grad()
-def _check_weight(
-    output: Source, module: str, source: Source, origin: str, *, nearest: bool
-) -> LayerReport:
-    weight = output.weights[module]
-    found = _compare(output, module, source, origin, nearest=nearest)
-    scheme = weight.scheme
-    floor = math.inf if scheme is None else sqnr_floor_db(scheme, nearest=nearest)
-    return LayerReport(
-        module=module,
-        source=source.weights[origin].encoding,
-        scheme="dense" if scheme is None else str(scheme),
-        bits_per_weight=8 * _weight_bytes(output, module) / max(1, math.prod(weight.shape)),
-        relative=found.sums.relative,
-        sqnr_db=found.sums.sqnr_db,
-        max_abs=found.sums.max_abs,
-        floor_db=floor,
-        max_steps=found.max_steps,
-        problem=found.problem,
-    )
-
-
-def _compare(
-    output: Source, module: str, source: Source, origin: str, *, nearest: bool
-) -> WeightCheck:
-    shape, expected = output.weights[module].shape, source.weights[origin].parameter_shape
-    unknown = ErrorSums(noise=math.inf)
-    if shape != expected:
-        problem = f"shape is `{shape}`, the source has `{expected}`"
-        return WeightCheck(sums=unknown, problem=problem)
-    try:
-        candidate = output.read_weight(module)
-    except QuantloadError as error:
-        return WeightCheck(sums=unknown, problem=error.message)
-    reference = source.read_parameter(origin)
-    if not isinstance(candidate, QuantTensor):
-        return WeightCheck(
-            sums=error_sums(candidate, reference), problem=_difference(candidate, reference)
-        )
-    scheme = output.weights[module].scheme
-    assert scheme is not None, "a quantized weight has a scheme"
-    found = check_quantized(candidate, reference, scheme, nearest=nearest)
-    if found.problem and _has_values(candidate, reference):
-        return replace(found, problem="")  # rounded by whoever made the source
-    return found
-
-
-def _has_values(candidate: QuantTensor, reference: Tensor) -> bool:
-    """True if a quantized weight stands for the very values of the source, as that rounds them."""
-    values = candidate.dequantize().to(reference.dtype)
-    return bool(reference.isfinite().all()) and torch.equal(values, reference)
-
-
-def _difference(candidate: Tensor, reference: Tensor) -> str:
-    """Say how a full-precision tensor differs from the source in its dtype; "" if it is equal.
-
-    A float tensor stays one of full precision, and holds no NaN and no infinity: those pass for
-    equal where the source is damaged too.
-    """
-    if candidate.shape != reference.shape:
-        return f"shape is `{tuple(candidate.shape)}`, the source has `{tuple(reference.shape)}`"
-    is_float = reference.dtype.is_floating_point
-    if is_float and candidate.dtype not in (*FLOAT_DTYPES, reference.dtype):
-        return f"dtype is `{candidate.dtype}`, the source has `{reference.dtype}`"
-    if candidate.dtype.is_floating_point:
-        bad = int((~candidate.to(torch.float64).isfinite()).sum())
-        if bad:
-            return f"{bad} values are not finite"
-    changed = int((candidate != reference.to(candidate.dtype)).sum())
-    return f"{changed} values differ from the source cast to `{candidate.dtype}`" if changed else ""
-
-
 def _check_plain(output: Source, source: Source, name: str) -> str:
     modules = {w.parameter_name: m for m, w in source.weights.items() if not w.is_matrix}
     if name in source.plain:
@@ -222,5 +237,5 @@ def _check_plain(output: Source, source: Source, name: str) -> str:
         reference = source.read_parameter(modules[name])
     else:
         return ""
-    problem = _difference(output.read_plain(name), reference)
+    problem = str(difference(output.read_plain(name), reference))
     return f"tensor `{name}`: {problem}" if problem else ""

@@ -79,7 +79,7 @@ def check_quantized(
         nearest: Demand that every element was rounded to nearest, in the dtype of the candidate.
     """
     checker = WeightChecker(candidate, scheme, nearest=nearest)
-    for start, rows in pieces(reference, step=candidate.block[0]):
+    for start, rows in pieces(reference, step=checker.row_step):
         checker.add(start, rows)
     return checker.result()
 
@@ -101,6 +101,12 @@ class WeightChecker:
         self._parts: list[Measured] = []
         self._lost = self._changed = 0
         self._is_equal = True
+
+    @property
+    def row_step(self) -> int:
+        """Rows at whose multiples the weight is cut for the comparison."""
+        rows = self._candidate.block[0]
+        return rows if rows < self._candidate.shape[0] else 1
 
     def add(self, start: int, reference: Tensor, *, expected: QuantTensor | None = None) -> None:
         """Compare some rows.

@@ -13,7 +13,8 @@ from quantload.loader.output_files import OutputTensor
 from quantload.loader.plan_choice import Choice, is_dense
 from quantload.loader.plan_groups import SplitOutcome
 from quantload.loader.plan_options import PlanOptions
-from quantload.loader.plan_row import PlanRow, SourceRegion
+from quantload.loader.plan_row import PlanRow
+from quantload.loader.row_reader import region_of
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 
 
@@ -48,19 +49,8 @@ def row_of(choice: Choice, outcome: SplitOutcome, source: Source, options: PlanO
         is_same=choice.is_same,
         outputs=tuple(tensors),
         source_bytes=_source_bytes(weight, source),
-        region=_region(weight, source),
+        region=region_of(weight, source),
     )
-
-
-def _region(weight: SourceWeight, source: Source) -> SourceRegion | None:
-    """Return where a plain matrix lies; None if it has to be decoded or put in order."""
-    entry = source.checkpoint.tensors.get(weight.parameter_name)
-    if entry is None or not entry.is_contiguous or source.reader.widens_floats:
-        return None
-    if weight.is_quantized or entry.shape != weight.shape or entry.dtype not in FLOAT_DTYPES:
-        return None
-    rows, columns = weight.shape
-    return SourceRegion(tensor=entry.name, first=0, rows=rows, columns=columns, row_stride=columns)
 
 
 def _source_bytes(weight: SourceWeight, source: Source) -> int:

@@ -68,9 +68,10 @@ class RowReader:
             many = rows_of(self.chunk_bytes, region.row_stride * entry.dtype.itemsize, step)
         for start in range(0, region.rows, many):
             stop = min(region.rows, start + many)
-            yield start, self._read_rows(entry, region, start, stop).to(self.device)
+            yield start, self.read_rows(entry, region, start, stop).to(self.device)
 
-    def _read_rows(self, entry: TensorEntry, region: SourceRegion, start: int, stop: int) -> Tensor:
+    def read_rows(self, entry: TensorEntry, region: SourceRegion, start: int, stop: int) -> Tensor:
+        """Read rows start..stop of a weight: [stop - start, K] in the buffer."""
         size = entry.dtype.itemsize
         elements = (stop - start - 1) * region.row_stride + region.columns
         first = region.first + start * region.row_stride

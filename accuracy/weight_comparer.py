@@ -1,0 +1,164 @@
+"""Read weights of an output and of its source side by side, some rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from quantload.accuracy.weight_check import WeightCheck, WeightChecker
+from quantload.errors import NonFiniteWeight
+from quantload.loader.casting import cast
+from quantload.loader.plan import Plan, PlanRow
+from quantload.loader.row_reader import RowReader, pieces, region_of
+from quantload.loader.source import FLOAT_DTYPES, Source
+from quantload.loader.weight_rows import WeightRows
+from quantload.quant.metrics import ErrorSums, error_sums
+
+_CPU = torch.device("cpu")
+
+
+class WeightComparer:
+    """Compares weights; used by one thread, as a context manager.
+
+    Args:
+        plan: What was carried out, if that is known.
+    """
+
+    def __init__(self, plan: Plan | None) -> None:
+        self._readers = RowReader(_CPU), RowReader(_CPU)
+        self._again = None if plan is None else WeightRows(plan, RowReader(_CPU))
+        self._rows: dict[str, PlanRow] = {}
+        self._groups: dict[str, tuple[str, ...]] = {}
+        if plan is not None:
+            self._rows = {row.module: row for row in plan.rows}
+            self._groups = {module: group for group in plan.groups for module in group}
+
+    def __enter__(self) -> WeightComparer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for reader in self._readers:
+            reader.close()
+        if self._again is not None:
+            self._again.reader.close()
+
+    def compare(
+        self, checker: WeightChecker, module: str, source: Source, origin: str
+    ) -> WeightCheck:
+        """Compare a quantized weight with its source; quantize it once more if a plan says how."""
+        row = self._rows.get(module)
+        if row is None or row.scheme is None or row.keeps_values or self._again is None:
+            for start, rows in self._source_rows(source, origin, checker.row_step):
+                checker.add(start, rows)
+            return checker.result()
+        try:
+            shared = self._again.shared_range(self._sharing(row))
+            for start, rows in self._source_rows(source, origin, self._again.step_of(row)):
+                weight = cast(rows, row.dtype, module)
+                checker.add(start, rows, expected=self._again.quantize(weight, row, shared))
+        except NonFiniteWeight as error:  # the source has changed since
+            return WeightCheck(sums=ErrorSums(noise=math.inf), problem=error.message)
+        return checker.result()
+
+    def _sharing(self, row: PlanRow) -> list[PlanRow]:
+        """Return the rows whose range a scale of this one is computed from."""
+        assert row.scheme is not None, "only quantized weights have scales"
+        assert row.scheme.weight is not None, "only quantized weights have scales"
+        members = self._groups.get(row.module, ()) if row.scheme.weight.scale == "e4m3" else ()
+        found = [self._rows[member] for member in members if member in self._rows]
+        return [other for other in found if other.scheme == row.scheme] or [row]
+
+    def compare_dense(
+        self, output: Source, module: str, source: Source, origin: str
+    ) -> WeightCheck:
+        """Compare a weight in full precision: it must be equal in its dtype."""
+        region = region_of(output.weights[module], output)
+        whole = output.read_parameter(module) if region is None else torch.empty(0)
+        sums, found = ErrorSums(), Difference()
+        for start, rows in self._source_rows(source, origin, 1):
+            stop = start + rows.shape[0]
+            written = whole[start:stop]
+            if region is not None:
+                entry = output.checkpoint.tensors[region.tensor]
+                written = self._readers[1].read_rows(entry, region, start, stop)
+            found += difference(written, rows)
+            is_same = written.dtype == rows.dtype and torch.equal(written, rows)
+            sums += ErrorSums(count=rows.numel()) if is_same else error_sums(written, rows)
+        return WeightCheck(sums=sums, problem=str(found))
+
+    def _source_rows(
+        self, source: Source, origin: str, step: int | None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, rows) of a weight of the source, as it is stored or decoded."""
+        region = region_of(source.weights[origin], source)
+        if region is None:
+            return pieces(source.read_parameter(origin), step=step)
+        entry = source.checkpoint.tensors[region.tensor]
+        return self._readers[0].rows(entry, region, step=step)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a full-precision tensor differs from the source in its dtype; add two to merge them.
+
+    Args:
+        kind: Another shape or dtype; "" if they fit.
+        nonfinite: Values that are NaN or infinite.
+        changed: Values that are not those of the source.
+        dtype: What the values of the source were cast to.
+    """
+
+    kind: str = ""
+    nonfinite: int = 0
+    changed: int = 0
+    dtype: torch.dtype | None = None
+
+    def __add__(self, other: Difference) -> Difference:
+        return Difference(
+            self.kind or other.kind,
+            self.nonfinite + other.nonfinite,
+            self.changed + other.changed,
+            self.dtype or other.dtype,
+        )
+
+    def __str__(self) -> str:
+        if self.kind or not (self.nonfinite or self.changed):
+            return self.kind
+        if self.nonfinite:
+            return f"{self.nonfinite} values are not finite"
+        return f"{self.changed} values differ from the source cast to `{self.dtype}`"
+
+
+def difference(candidate: Tensor, reference: Tensor) -> Difference:
+    """Say how a full-precision tensor differs from the source in its dtype.
+
+    A float tensor stays one of full precision, and holds no NaN and no infinity: those pass for
+    equal where the source is damaged too.
+    """
+    if candidate.shape != reference.shape:
+        return Difference(
+            f"shape is `{tuple(candidate.shape)}`, the source has `{tuple(reference.shape)}`"
+        )
+    is_float = reference.dtype.is_floating_point
+    if is_float and candidate.dtype not in (*FLOAT_DTYPES, reference.dtype):
+        return Difference(f"dtype is `{candidate.dtype}`, the source has `{reference.dtype}`")
+    nonfinite = 0
+    if candidate.dtype.is_floating_point:
+        nonfinite = int((~_comparable(candidate).isfinite()).sum())
+    changed = int((candidate != reference.to(candidate.dtype)).sum())
+    return Difference("", nonfinite, changed, candidate.dtype)
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """Floats of one byte have no `isfinite` of their own."""
+    return tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor
