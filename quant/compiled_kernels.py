@@ -9,9 +9,8 @@ dtypes say what is meant, so that numba makes one program for each case:
     `grid`, a zero    int8 any integers (a code is their low byte), uint8 e4m3, uint16 e2m1,
                       uint32 e2m3
 
-Arithmetic is done in float32 and rounded to the form of the scales after every operation. For one
-quotient, sum or difference of two numbers of that form this is the correctly rounded result, as
-PyTorch computes it.
+Arithmetic is done in float32 and rounded to the form of the scales after every operation: for a
+quotient, sum or difference of two such numbers the correctly rounded result, as PyTorch has it.
 
 Conversions are integer arithmetic: LLVM's own of float16 call a function where the processor has no
 instruction, and numba stops the process if it does not find it.
