@@ -6,7 +6,7 @@ from quantload.errors import ConfigError
 from quantload.loader.formats.target import Target
 from quantload.loader.plan_warnings import UNFIT
 from quantload.loader.source import SourceWeight
-from quantload.quant.scheme import PRESETS, Scheme
+from quantload.quant.scheme import Scheme
 
 
 def fit(
@@ -31,7 +31,7 @@ def fit(
     if 0 in weight.shape:
         return None, f"kept: the weight is empty; {reason}"
     fitted = scheme.fitted(columns)
-    if fitted != scheme and _is_size_asked(scheme):
+    if fitted != scheme and scheme.is_size_asked:
         raise _not_divided(scheme, weight, reason)
     if fitted is None:
         return None, f"{UNFIT} of 128, 64 or 32 divides its {columns} columns; {reason}"
@@ -43,13 +43,6 @@ def fit(
             f"{columns}"
         )
     return fitted, reason
-
-
-def _is_size_asked(scheme: Scheme) -> bool:
-    """True if a group size stands in for the scheme's own."""
-    preset = PRESETS.get(scheme.name)
-    own = preset.weight.group_size if preset is not None and preset.weight is not None else None
-    return scheme.weight is not None and scheme.weight.group_size != own
 
 
 def _not_divided(scheme: Scheme, weight: SourceWeight, reason: str) -> ConfigError:

@@ -356,6 +356,14 @@ def test_a_group_size_that_was_asked_for_must_divide(tmp_path):
         plan_of(folder, "W4A16:g64")
     with pytest.raises(ConfigError, match=r"group 256 \(rule `a.c = W8A16:g256`\)"):
         plan_of(folder, "W4A16", ["a.c=W8A16:g256"])
+    for asked in ("W4A16:g128", "w8a16 : g128"):  # as big as the preset's, but asked for
+        with pytest.raises(ConfigError, match=r"width of `a.b`: 96 columns, group 128 \(default"):
+            plan_of(folder, asked)
+    with pytest.raises(ConfigError, match=r"group 128 \(default scheme"):
+        plan_of(folder, "W4A16", group_size=128)
+    with pytest.raises(ConfigError, match=r"group 128 \(rule `a.b = W4A16`\)"):
+        plan_of(folder, "W8A8", ["a.b=W4A16:g128"])
+    assert {str(row.scheme) for row in plan_of(folder, "W4A16").rows} == {"W4A16", "W4A16:g32"}
     plan = plan_of(folder, "W4A16:g64", ["a.b=keep"])
     assert {str(row.scheme) for row in plan.rows} == {"None", "W4A16:g64"}
 
