@@ -206,7 +206,7 @@ def show_summary(done: Conversion) -> None:
     columns = [("bytes", True), ("tensors", True), ("became", False), ("why", False)]
     table = make_table(f"What became of {found.total} bytes of tensors", columns)
     for (use, reason), (num_bytes, count) in found.reasons.items():
-        table.add_row(str(num_bytes), str(count), use, reason)
+        table.add_row(str(num_bytes), "" if count is None else str(count), use, reason)
     out = console()
     out.print(table)
     sums = ", ".join(f"{found.of(use)} {use}" for use in USES if found.of(use) or use == "dropped")

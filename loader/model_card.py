@@ -15,7 +15,7 @@ from quantload import __version__
 from quantload.loader.hub import hub_origin
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.recipe import OUTPUT, command_line, source_name
-from quantload.loader.tally import scheme_rows, tally
+from quantload.loader.tally import scheme_rows, tally, without_numbers
 from quantload.quant.scheme import Scheme
 
 CARD = "README.md"
@@ -161,7 +161,7 @@ def _kept_table(plan: Plan) -> str:
         return ""
     reasons: dict[str, list[PlanRow]] = {}
     for row in kept:
-        reasons.setdefault(row.reason, []).append(row)
+        reasons.setdefault(without_numbers(row.reason), []).append(row)
     lines = ["| in full precision | modules | bytes | for example |", "|---|---:|---:|---|"]
     sizes = {reason: sum(r.output_bytes for r in rows) for reason, rows in reasons.items()}
     for reason, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):

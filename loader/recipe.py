@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quantload.errors import UnknownScheme
+from quantload.errors import ConfigError
 from quantload.loader.formats.target import Target
 from quantload.loader.hub import hub_origin
 from quantload.loader.plan import Plan, PlanOptions
@@ -36,7 +36,7 @@ def source_name(plan: Plan) -> str:
 
 
 def source_description(plan: Plan) -> dict[str, Any]:
-    """Return what identifies the source of a plan, for machines."""
+    """Return what identifies the source of a plan, for machines: digests of what is read of it."""
     checkpoint = plan.source.checkpoint
     origin = hub_origin(checkpoint.folder)
     return {
@@ -49,7 +49,6 @@ def source_description(plan: Plan) -> dict[str, Any]:
             {n: [str(t.dtype), t.shape, t.block_type] for n, t in checkpoint.tensors.items()}
         ),
         "tensors": len(checkpoint.tensors),
-        "bytes": sum(tensor.num_bytes for tensor in checkpoint.tensors.values()),
     }
 
 
@@ -119,5 +118,5 @@ def _scheme_text(scheme: Scheme | None) -> str:
 def _has_name(scheme: Scheme) -> bool:
     try:
         return parse_scheme(str(scheme)) == scheme
-    except UnknownScheme:
+    except ConfigError:
         return False

@@ -6,6 +6,7 @@ Each stored tensor is counted once; together they are the source, and that is as
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ class Tally:
 
     Args:
         total: Bytes of all tensors of the source.
-        reasons: Bytes and number of tensors by use and by reason, for people.
+        reasons: Bytes, and the number of tensors if it is known, by use and by reason, for people.
     """
 
     total: int
-    reasons: Mapping[tuple[Use, str], tuple[int, int]]
+    reasons: Mapping[tuple[Use, str], tuple[int, int | None]]
 
     def of(self, use: Use) -> int:
         """Return the bytes of one use."""
@@ -49,9 +50,14 @@ def tally(plan: Plan) -> Tally:
         use = uses.get(name, ("dropped", "part of no weight that is written"))
         sizes[use] += entry.num_bytes
         counts[use] += 1
+    reasons: dict[tuple[Use, str], tuple[int, int | None]] = {
+        use: (sizes[use], counts[use]) for use in sorted(sizes, key=_order)
+    }
+    left_out = plan.source.dropped
+    reasons |= {("dropped", reason): (size, None) for reason, size in left_out.items()}
     found = Tally(
-        total=sum(entry.num_bytes for entry in tensors.values()),
-        reasons={use: (sizes[use], counts[use]) for use in sorted(sizes, key=_order)},
+        total=sum(e.num_bytes for e in tensors.values()) + sum(left_out.values()),
+        reasons=reasons,
     )
     assert sum(map(found.of, USES)) == found.total, "what becomes of a source does not add up"
     return found
@@ -86,7 +92,12 @@ def _uses(plan: Plan) -> Iterator[tuple[str, Use, str]]:
 def _reason(row: PlanRow) -> str:
     if row.scheme is not None:
         return f"to {row.scheme}" if not row.keeps_values else f"same values, as {row.scheme}"
-    return row.reason
+    return without_numbers(row.reason)
+
+
+def without_numbers(reason: str) -> str:
+    """Return a reason without the numbers of layers and experts, so that it is one for them all."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", reason)
 
 
 def scheme_rows(plan: Plan) -> list[tuple[str, int, int, int]]:
