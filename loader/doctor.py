@@ -1,7 +1,7 @@
 """Would this engine load this checkpoint? An offline check of what the engine demands.
 
 Nothing of the engine is run or imported: rules restate what its sources accept, each with the file
-that says so (`loader/engines.py`). Everything but scales is decided from headers and configs.
+that says so (`loader/engine_*.py`). Everything but scales is decided from headers and configs.
 
     open_source -> Subject -> RULES -> [Finding] -> Diagnosis
 

@@ -114,8 +114,19 @@ def _fp8_values(subject: Subject, config: Mapping[str, Any]) -> Iterator[_Value]
         return
     if not isinstance(block, list) or len(block) != 2:
         yield f"weight_block_size `{block}`", "two numbers, rows and columns", ""
+    yield from inverse_scales(config)
     if scheme == "static":
         yield "static inputs with blocks of weights", "activation_scheme `dynamic`", ""
+
+
+def inverse_scales(config: Mapping[str, Any]) -> Iterator[_Value]:
+    """GPTQModel writes the inverse of scales under the name of scales, and says so."""
+    if config.get("weight_scale_semantics") == "inverse":
+        yield (
+            "weight_scale_semantics `inverse`",
+            "scales that multiply: the engine does not know this field, values are wrong",
+            "convert it with `--scheme same`",
+        )
 
 
 def _gptq_values(subject: Subject, config: Mapping[str, Any]) -> Iterator[_Value]:
@@ -289,4 +300,4 @@ RULES = (
     groups_are_supported,
     cache_is_supported,
 )
-__all__ = ["RULES", "parsed_groups"]
+__all__ = ["RULES", "inverse_scales", "parsed_groups"]

@@ -12,6 +12,14 @@ _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("tekken.json", "tiktoken.model", "tokenizer_config.json"),
 )
+# Model type, field, its value, end of the tensors that need it, file of vLLM 0.32.0.
+_MODEL_FIELDS = (
+    (
+        *("deepseek_v3", "topk_method", " = `noaux_tc`", ".e_score_correction_bias"),
+        "model_executor/models/deepseek_v2.py",
+    ),
+    ("lfm2", "conv_dim", "", "", "model_executor/models/lfm2.py"),
+)
 
 
 def tokenizer_is_there(subject: Subject) -> Iterator[Finding]:
@@ -52,7 +60,18 @@ def no_other_weights(subject: Subject) -> Iterator[Finding]:
 
 
 def container_is_read(subject: Subject) -> Iterator[Finding]:
-    """VLLM 0.32 reads no GGUF without a plugin."""
+    """Pickles have to have the usual names; transformers reads a GGUF file by name only."""
+    files = {entry.file.name for entry in subject.checkpoint.tensors.values()}
+    odd = [name for name in files if name.endswith((".pt", ".pth"))]
+    if odd:
+        yield Finding(
+            rule="container",
+            level="error",
+            found=f"weights in {listed(odd)}",
+            expected="safetensors files, or `pytorch_model.bin`",
+            hint="convert it with `--scheme same`",
+            source=subject.source_of("container"),
+        )
     if subject.checkpoint.gguf_file is None:
         return
     if subject.engine.name == "transformers":
@@ -132,6 +151,24 @@ def tied_head_is_plain(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def model_fields_are_there(subject: Subject) -> Iterator[Finding]:
+    """Some models of vLLM read fields that transformers no longer writes."""
+    config, names = subject.text_config, subject.source.plain
+    for model_type, field, value, tensor, file in _MODEL_FIELDS:
+        if subject.engine.name != "vllm" or config.get("model_type") != model_type:
+            continue
+        is_concerned = not tensor or any(name.endswith(tensor) for name in names)
+        if is_concerned and field not in config:
+            yield Finding(
+                rule="model-field",
+                level="error",
+                found=f"no `{field}` in config.json",
+                expected=f"`{field}`{value}, which the engine's `{model_type}` reads",
+                hint=f"add `{field}` to config.json",
+                source=subject.cite(file),
+            )
+
+
 RULES = (
     container_is_read,
     config_is_complete,
@@ -140,5 +177,6 @@ RULES = (
     no_other_weights,
     dtype_is_served,
     tied_head_is_plain,
+    model_fields_are_there,
 )
 __all__ = ["RULES"]

@@ -129,6 +129,11 @@ def _refusal(subject: Subject, kernel: Kernel, weight: SourceWeight, scheme: Sch
         return f"method {listed(kernel.methods)}"
     if kernel.sharing is not None and scheme.weight.granularity not in kernel.sharing:
         return f"one scale a {' or '.join(sorted(kernel.sharing))}"
+    block = scheme.weight.block
+    if kernel.block_columns and block is not None and block[1] != kernel.block_columns:
+        return f"blocks of {kernel.block_columns} columns"
+    if kernel.dynamic_inputs and scheme.input is not None and not scheme.input.dynamic:
+        return "input scales that are computed while it runs"
     if scheme.weight.grid.is_integer:
         _, expected = unlike(
             scheme,

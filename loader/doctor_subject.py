@@ -86,6 +86,8 @@ class Subject:
     @cached_property
     def method(self) -> Method | None:
         """What the engine makes of that method; None if it does not know it."""
+        if self.method_name == "gguf" and self.checkpoint.gguf_file is None:
+            return None  # blocks of GGUF in safetensors: nobody but their producer reads them
         methods = {name.replace("_", "-"): row for name, row in self.engine.methods.items()}
         return methods.get(self.method_name)
 

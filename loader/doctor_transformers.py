@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quantload.errors import listed
+from quantload.loader.doctor_config import inverse_scales
 from quantload.loader.doctor_subject import Finding, Level, Subject
 from quantload.loader.engine_facts import FP8, INT, NVFP4, NVFP4_WEIGHT
+from quantload.loader.formats.compressed_tensors_config import parse_config
 from quantload.loader.source import SourceWeight
 
 _WAY = "load it with `CompressedTensorsConfig(dequantize=True)`"
@@ -35,17 +37,58 @@ def layers_load(subject: Subject) -> Iterator[Finding]:
             )
         if family == FP8 and scheme.weight.granularity == "block":
             block = scheme.weight.block_of(*weight.shape)
-            if any(size % step for size, step in zip(weight.shape, block, strict=True)):
+            if _ends_inside(weight.shape, block):
                 yield _error(
                     subject,
                     weight,
                     f"{weight.shape[0]} x {weight.shape[1]}",
-                    f"multiples of the block, {block[0]} x {block[1]}",
+                    f"multiples of the block, {block[0]} x {block[1]}, or less than one",
                 )
         if family in (NVFP4, NVFP4_WEIGHT):
             yield from _about_global_scale(subject, weight)
         if packed and subject.facts.kinds.get(weight.module) == "embedding":
             yield _error(subject, weight, "a packed embedding", "an embedding in full precision")
+
+
+def _ends_inside(shape: tuple[int, int], block: tuple[int, int]) -> bool:
+    return any(size > step and size % step for size, step in zip(shape, block, strict=True))
+
+
+def fp8_layers_load(subject: Subject) -> Iterator[Finding]:
+    """The fp8 method reads `weight_scale_inv` of whole blocks, or one of the tensor."""
+    if subject.engine.fuses or subject.method_name != "fp8":
+        return
+    for weight, scheme, _ in subject.quantized():
+        assert scheme.weight is not None, "only quantized weights are asked about"
+        found = expected = ""
+        if not any(leaf.endswith("weight_scale_inv") for leaf in weight.leaves):
+            found, expected = f"scales in {listed(weight.leaves)}", "a tensor `weight_scale_inv`"
+        elif scheme.weight.granularity == "channel":
+            found, expected = "one scale a row", "one scale a block, or one of the tensor"
+        elif _ends_inside(weight.shape, scheme.weight.block_of(*weight.shape)):
+            found = f"{weight.shape[0]} x {weight.shape[1]}, {scheme.weight.sharing}"
+            expected = "whole blocks"
+        if found:
+            hint = "convert it with `--scheme FP8_DYNAMIC`"
+            yield _error(subject, weight, found, expected, hint=hint)
+
+
+def plain_heads_are_ignored(subject: Subject) -> Iterator[Finding]:
+    """A head is a `Linear` there: one in full precision has to be in `ignore`."""
+    if subject.engine.fuses or subject.method_name != "compressed-tensors":
+        return
+    config = parse_config(subject.quantization)
+    for weight in subject.source.weights.values():
+        is_head = subject.facts.kinds.get(weight.module) == "head"
+        matched = config.match(weight.module, ("Linear",)) if is_head else None
+        if matched is not None and matched[0].is_quantized and not weight.is_quantized:
+            yield _error(
+                subject,
+                weight,
+                f"a head in full precision, which `{matched[1]}` in `targets` names",
+                f"`{weight.module}` in `ignore`",
+                hint=f"add `{weight.module}` to `ignore` of the quantization config",
+            )
 
 
 def _about_global_scale(subject: Subject, weight: SourceWeight) -> Iterator[Finding]:
@@ -106,6 +149,13 @@ def config_is_parsed(subject: Subject) -> Iterator[Finding]:
 
 
 def _values(method: str, config: Mapping[str, Any]) -> Iterator[tuple[Level, str, str]]:
+    if method == "fp8":
+        for found, expected, _ in inverse_scales(config):
+            yield "error", found, expected
+    if method == "auto-round":
+        size = config.get("group_size")
+        if not isinstance(size, int) or size == 0 or size < -1:
+            yield "error", f"group_size `{size}`", "a number above zero, or -1"
     if method == "gptq" and config.get("bits") not in (2, 3, 4, 8):
         yield "error", f"{config.get('bits')} bits", "2, 3, 4 or 8 bits"
     if method == "compressed-tensors":
@@ -123,5 +173,11 @@ def _values(method: str, config: Mapping[str, Any]) -> Iterator[tuple[Level, str
 
 
 CONFIG_RULES = (config_is_parsed,)
-RULES = (layers_load, experts_load, *CONFIG_RULES)
+RULES = (
+    layers_load,
+    fp8_layers_load,
+    plain_heads_are_ignored,
+    experts_load,
+    *CONFIG_RULES,
+)
 __all__ = ["CONFIG_RULES", "RULES"]

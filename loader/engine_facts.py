@@ -4,8 +4,9 @@ A quantized layer is of one *family*, which its scheme tells (`family_of`). For 
 method of a config an engine runs some families; each family needs a kernel, and kernels ask for
 bit widths, group sizes and widths of the part of a layer that one device holds.
 
-Facts were read from the sources of the versions named in `loader/engines.py`; paths in `source` are
-relative to the package of the engine. What holds for one version need not hold for the next.
+Facts were read from the sources of the versions named in `loader/engine_vllm.py` and its siblings;
+paths in `source` are relative to the package of the engine. What holds for one version need not
+hold for the next.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class Kernel:
         columns: K of the part must be a multiple of this.
         methods: Methods whose layers it runs; None is any.
         sharing: Granularities of the weight; None is any.
+        block_columns: Columns of a block, where weights are scaled by blocks; 0 is any.
+        dynamic_inputs: True if it takes no fixed input scales.
         package: What has to be installed beside the engine.
         note: What else it needs, for a warning: an instruction set.
         source: File that says so.
@@ -84,6 +87,8 @@ class Kernel:
     columns: int = 1
     methods: frozenset[str] | None = None
     sharing: frozenset[str] | None = None
+    block_columns: int = 0
+    dynamic_inputs: bool = False
     package: str = ""
     note: str = ""
     source: str = ""
@@ -206,4 +211,30 @@ def numbers(values: frozenset[int]) -> str:
     return ", ".join(map(str, sorted(values)))
 
 
-__all__ = ["Device", "Engine", "Kernel", "Method", "family_of", "group_size_of", "unlike"]
+# -- shared by the tables of engines ---------------------------------------------------------------
+
+Kernels = dict[tuple[Device, str], tuple[Kernel, ...]]
+MARLIN_GROUPS = frozenset({PER_ROW, 32, 64, 128})
+FOUR, FOUR_OR_EIGHT, NO_WIDTH = frozenset({4}), frozenset({4, 8}), frozenset[int]()
+MODELOPT = frozenset({FP8, FP8_WEIGHT, NVFP4, NVFP4_WEIGHT, MXFP8})
+
+
+def plain(name: str, source: str, *, columns: int = 1) -> tuple[Kernel, ...]:
+    """A kernel that asks for nothing but a multiple of columns."""
+    return (Kernel(name=name, columns=columns, source=source),)
+
+
+def int8(name: str, source: str) -> tuple[Kernel, ...]:
+    """Weights of 8 bits with quantized inputs: a row or the tensor has one scale, no zero point."""
+    return (
+        Kernel(
+            name=name,
+            symmetric=frozenset({8}),
+            asymmetric=NO_WIDTH,
+            sharing=frozenset({"tensor", "channel"}),
+            source=source,
+        ),
+    )
+
+
+__all__ = ["Device", "Engine", "Kernel", "Method", "family_of", "int8", "plain", "unlike"]

@@ -228,6 +228,7 @@ _ROUND = {**_ROUND, "packing_format": "auto_round:auto_gptq", "data_type": "int"
         (_FP8, {"activation_scheme": "static"}),
         (_FP8, {"activation_scheme": "often"}),
         (_FP8, {"weight_block_size": [32]}),
+        (_FP8, {"weight_scale_semantics": "inverse"}),
         (_ROUND, {"packing_format": "auto_round:gptqmodel"}),
         (_ROUND, {"data_type": "nv_fp"}),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, {"quant_algo": "W4A8_AWQ"}),
@@ -289,6 +290,7 @@ def test_gguf(tmp_path):
         ("FP8", "cuda", None),
         ("FP8", "cpu", "error"),  # the CPU build lacks the operator that joins fused members
         ("FP8_DYNAMIC", "cpu", None),
+        ("FP8_BLOCK", "cpu", "error"),  # blocks of 32, not of 128
     ],
 )
 def test_a_kernel_has_to_exist(tmp_path, kind, device, level):
@@ -387,6 +389,58 @@ def test_quantized_embedding(tmp_path, engine, loads):
 
     diagnosis = diagnosed(served.llama(tmp_path / "model", change=change, vocabulary=128), engine)
     assert bool(found(diagnosis, "embedding")) is not loads
+
+
+@pytest.mark.parametrize(("rows", "loads"), [(128, True), (160, True), (272, False)])
+def test_partial_blocks_and_transformers(tmp_path, rows, loads):
+    """Less than one block is a block; 272 rows are 8 blocks of 32 and a half."""
+    folder = served.llama(tmp_path / "model", "FP8_BLOCK", intermediate=rows)
+    assert diagnosed(folder, "transformers").passed is loads
+
+
+def test_fp8_scales_and_transformers(tmp_path):
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    blocks = fp8_llama(tmp_path / "blocks", {**config, "weight_block_size": [32, 32]}, block=32)
+    assert diagnosed(blocks, "transformers").passed
+    rows = fp8_llama(tmp_path / "rows", config)
+    findings = found(diagnosed(rows, "transformers"), "transformers-layer")
+    assert len(findings) == 14
+
+
+def test_plain_head_and_transformers(tmp_path):
+    """There a head is a Linear like others."""
+
+    def change(content, made):
+        content["quantization_config"]["ignore"] = []
+
+    folder = served.llama(tmp_path / "model", change=change)
+    finding = only(diagnosed(folder, "transformers"), "transformers-layer")
+    assert finding.expected == "`lm_head` in `ignore`"
+    assert diagnosed(folder).passed
+
+
+def test_bytes_of_codes_are_no_scales(tmp_path):
+    """255 is NaN as a scale of MX formats, and two codes as a byte of a weight."""
+    for leaf, expected in (("weight_packed", []), ("weight_scale", [("error", "scale")])):
+
+        def change(content, made, leaf=leaf):
+            as_mxfp4(content, made)
+            made[f"{MLP}.down_proj.{leaf}"].fill_(255)
+
+        folder = served.llama(tmp_path / leaf, "NVFP4A16", change=change)
+        assert [f[:2] for f in found(diagnosed(folder), "scale")] == expected
+
+
+def as_mxfp4(content, made):
+    config = content["quantization_config"]
+    config["format"] = "mxfp4-pack-quantized"
+    group = config["config_groups"]["group_0"]
+    weights = {**group["weights"], "strategy": "group", "group_size": 32}
+    group |= {"format": "mxfp4-pack-quantized", "weights": weights}
+    for name in [n for n in made if n.endswith("weight_packed")]:
+        module, (rows, half) = name.removesuffix(".weight_packed"), made[name].shape
+        del made[f"{module}.weight_global_scale"]
+        made[f"{module}.weight_scale"] = torch.full((rows, half // 16), 120, dtype=torch.uint8)
 
 
 def test_packed_zero_points_and_transformers(tmp_path):
@@ -584,6 +638,16 @@ def test_other_safetensors_files(tmp_path):
     assert diagnosed(folder, "transformers").passed
 
 
+def test_pickles_have_the_usual_names(tmp_path):
+    content = tiny.config()
+    for name, loads in (("pytorch_model.bin", True), ("qmodel.pt", False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(content))
+        torch.save(tiny.tensors(content), folder / name)
+        assert bool(found(diagnosed(folder), "container")) is not loads
+
+
 def test_tokenizer(tmp_path):
     folder = served.llama(tmp_path / "model")
     (folder / "tokenizer.json").unlink()
@@ -597,6 +661,28 @@ def test_architectures(tmp_path, engine, level):
     folder = served.llama(tmp_path / "model", change=lambda c, _: c.pop("architectures"))
     expected = [(level, "config-field", "")] if level else []
     assert found(diagnosed(folder, engine), "config-field") == expected
+
+
+@pytest.mark.parametrize(("engine", "wants"), [("vllm", True), ("sglang", False)])
+def test_fields_of_a_model(tmp_path, engine, wants):
+    folder = served.llama(tmp_path / "model", change=lambda c, _: c.update(model_type="lfm2"))
+    assert bool(found(diagnosed(folder, engine), "model-field")) is wants
+    whole = {"model_type": "lfm2", "conv_dim": 128}
+    folder = served.llama(tmp_path / "whole", change=lambda c, _: c.update(whole))
+    assert found(diagnosed(folder, engine), "model-field") == []
+
+
+def test_cpu_kernel_takes_no_fixed_input_scales(tmp_path):
+    def change(content, made):
+        group = content["quantization_config"]["config_groups"]["group_0"]
+        tensor = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True}
+        group["input_activations"] = {**tensor, "dynamic": False}
+        for name in [n for n in made if n.endswith("_proj.weight")]:
+            made[name.replace(".weight", ".input_scale")] = torch.tensor([0.5])
+
+    folder = served.llama(tmp_path / "model", "FP8_DYNAMIC", change=change)
+    assert diagnosed(folder).passed
+    assert {rule for _, rule, _ in found(diagnosed(folder, device="cpu"))} == {"kernel"}
 
 
 def test_dtype_of_the_model(tmp_path):
