@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles import packed_bits
 
 from quantload.errors import ShapeError
-from quantload.quant import chunks
+from quantload.quant import chunks, compiled
 from quantload.quant.packing import (
     pack_dense,
     unpack_bytes,
@@ -48,6 +48,19 @@ def test_dense_equals_compressed_tensors(bits, rows, columns, seed):
     assert torch.equal(pack_dense(fields, bits), words)
     assert torch.equal(compressed.library().unpack_from_int32(words, bits, signed.shape), signed)
     assert torch.equal(unpack_dense(words, bits, columns), fields)
+
+
+@pytest.mark.parametrize("columns", [1, 31, 32, 77])
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("with_loops", [True, False])
+def test_signed_fields_are_packed_as_offset_binary(with_loops, bits, columns, monkeypatch):
+    monkeypatch.setattr(compiled, "_seen", compiled._WORTH_STARTING if with_loops else 0)
+    monkeypatch.setattr(compiled, "_WORTH_STARTING", compiled._seen or 1 << 30)
+    fields = random_fields(bits, 3, columns)
+    signed = (fields.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+    words = pack_dense(signed, bits, signed=True)
+    assert torch.equal(words, by_loop(fields, bits))
+    assert torch.equal(words, compressed.library().pack_to_int32(signed, bits))
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 140), st.integers(0, 2**32 - 1))
