@@ -43,6 +43,7 @@ class AwqTarget(Target):
     """What AutoAWQ, GPTQModel, transformers, vLLM and SGLang load."""
 
     name = "awq"
+    title = "W4A16(_ASYM) for AutoAWQ, GPTQModel, vLLM and SGLang"
 
     def obstacle(self, scheme: Scheme, shape: tuple[int, int]) -> str:
         """See `Target.obstacle`."""

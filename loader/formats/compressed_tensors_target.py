@@ -19,6 +19,7 @@ class CompressedTensorsTarget(Target):
     """What vLLM, SGLang and transformers load."""
 
     name = "compressed-tensors"
+    title = "all schemes, for vLLM, SGLang and transformers"
     keeps_values = True
 
     def obstacle(self, scheme: Scheme, shape: tuple[int, int]) -> str:

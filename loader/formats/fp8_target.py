@@ -31,6 +31,7 @@ class Fp8Target(Target):
     """What transformers, vLLM and SGLang load as `fp8`."""
 
     name = "fp8"
+    title = "FP8_BLOCK for transformers, vLLM and SGLang; FP8 for vLLM and SGLang"
 
     def obstacle(self, scheme: Scheme, shape: tuple[int, int]) -> str:
         """See `Target.obstacle`."""

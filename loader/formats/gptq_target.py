@@ -53,6 +53,7 @@ class GptqTarget(Target):
     """What GPTQModel, AutoGPTQ, ExLlama, vLLM and SGLang load."""
 
     name = "gptq"
+    title = "W2A16, W3A16, W4A16(_ASYM), W8A16 for GPTQModel, vLLM and SGLang"
 
     def obstacle(self, scheme: Scheme, shape: tuple[int, int]) -> str:
         """See `Target.obstacle`."""

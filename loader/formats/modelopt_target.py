@@ -63,6 +63,7 @@ class ModelOptTarget(Target):
     """What TensorRT-LLM, vLLM and SGLang load as ModelOpt's."""
 
     name = "modelopt"
+    title = "FP8(_DYNAMIC, _BLOCK), MXFP8, NVFP4(A16), W4A16, W8A16:channel for TensorRT-LLM"
 
     def obstacle(self, scheme: Scheme, shape: tuple[int, int]) -> str:
         """See `Target.obstacle`."""

@@ -56,10 +56,12 @@ class Target(ABC):
 
     Attributes:
         name: What `--format` calls it.
+        title: Which schemes it holds, and who reads it.
         keeps_values: True if `same` can re-express a quantized weight in it.
     """
 
     name: str
+    title: str
     keeps_values = False
 
     @abstractmethod

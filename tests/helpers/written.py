@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from int_packing import memory_checkpoint
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from quantload.loader.formats import open_source
 from quantload.loader.formats.target import WrittenModules
@@ -104,4 +104,33 @@ def write_folder(folder, target, modules, config):
     content = {**config, "quantization_config": written.quantization_config}
     for name, value in {"config.json": content, **written.files}.items():
         (folder / name).write_text(json.dumps(value, indent=2))
+    return made
+
+
+def write_model(folder, base, target, scheme, *, kept=("lm_head",)):
+    """Write the model of a folder for other tools: every linear layer is quantized but some.
+
+    Args:
+        folder: Must not exist.
+        base: Holds config.json and model.safetensors in full precision.
+        target: The format.
+        scheme: Of all matrices of linear layers that are not kept.
+        kept: Ends of names of linear layers in full precision.
+
+    Returns:
+        The canonical weights by module.
+    """
+    linear = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+    modules, plain = {}, {}
+    for name, tensor in load_file(Path(base) / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if name.endswith(linear) or module == "lm_head":
+            modules[module] = (tensor, None if module.endswith(kept) else scheme)
+        else:
+            plain[name] = tensor
+    made = write_folder(
+        folder, target, modules, json.loads((Path(base) / "config.json").read_text())
+    )
+    file = Path(folder) / "model.safetensors"
+    save_file({**load_file(file), **plain}, file, metadata={"format": "pt"})
     return made
