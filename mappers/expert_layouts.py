@@ -65,10 +65,7 @@ _GATE_UP_DOWN = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_p
 _NUMBERED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 _IN_SPARSE_MOE = (r"\.mlp\.(experts|gate)\.", r".block_sparse_moe.\1.")
 _PLAIN = ExpertLayout(_GATE_UP_DOWN)
-_ROUTER_BIAS = (
-    r"\.mlp\.gate\.e_score_correction_bias$",
-    ".block_sparse_moe.e_score_correction_bias",
-)
+_ROUTER_BIAS = (r"\.mlp\.(e_score_correction_bias)$", r".block_sparse_moe.\1")
 
 # By `model_type` of the text config.
 LAYOUTS: dict[str, ExpertLayout] = {
