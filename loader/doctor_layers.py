@@ -335,7 +335,46 @@ def embedding_is_plain(subject: Subject) -> Iterator[Finding]:
         )
 
 
+# How `decided_by` of a weight begins where the config says that it is in full precision.
+_LEAVING_OUT = (
+    *("exclude_modules: ", "ignore: ", "ignored_layers: ", "modules_to_not_convert: "),
+    "exclude: ",
+)
+_NOT_NAMED = "the headers (the config leaves it out)"  # of compressed-tensors, after a group
+
+
+def config_names_what_is_quantized(subject: Subject) -> Iterator[Finding]:
+    """Engines believe the config: a layer that it leaves out has no room for scales."""
+    for weight, _, _ in subject.quantized():
+        by = weight.decided_by
+        is_left_out = by.startswith(_LEAVING_OUT) or by.endswith(_NOT_NAMED)
+        if subject.method is not None and is_left_out:
+            yield Finding(
+                rule="left-out",
+                level="error",
+                layer=weight.module,
+                found=f"quantized tensors, {weight.encoding}, by {by}",
+                expected="a config that says so, or a weight in full precision",
+                hint="convert it with `--scheme same`, which writes a config that fits",
+                source=subject.cite(subject.method.source),
+            )
+
+
+def reading_tells_nothing(subject: Subject) -> Iterator[Finding]:
+    """What quantload warns of while it opens a checkpoint is worth a look in any engine."""
+    for warning in subject.source.warnings:
+        yield Finding(
+            rule="reading",
+            level="warning",
+            found=warning,
+            expected="nothing to tell",
+            source="quantload, reading the checkpoint",
+        )
+
+
 RULES = (
+    config_names_what_is_quantized,
+    reading_tells_nothing,
     schemes_are_supported,
     kernels_exist,
     tensors_fit,

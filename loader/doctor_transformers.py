@@ -148,28 +148,34 @@ def config_is_parsed(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _values(method: str, config: Mapping[str, Any]) -> Iterator[tuple[Level, str, str]]:
+_Value = tuple[Level, str, str]
+
+
+def _values(method: str, config: Mapping[str, Any]) -> Iterator[_Value]:
+    if method == "compressed-tensors":
+        yield from _values_of_groups(config)
     if method == "fp8":
         for found, expected, _ in inverse_scales(config):
             yield "error", found, expected
-    if method == "auto-round":
-        size = config.get("group_size")
-        if not isinstance(size, int) or size == 0 or size < -1:
-            yield "error", f"group_size `{size}`", "a number above zero, or -1"
+    size = config.get("group_size")
+    if method == "auto-round" and (not isinstance(size, int) or size == 0 or size < -1):
+        yield "error", f"group_size `{size}`", "a number above zero, or -1"
     if method == "gptq" and config.get("bits") not in (2, 3, 4, 8):
         yield "error", f"{config.get('bits')} bits", "2, 3, 4 or 8 bits"
-    if method == "compressed-tensors":
-        groups = config.get("config_groups")
-        for key, group in groups.items() if isinstance(groups, Mapping) else ():
-            order = (group.get("weights") or {}).get("actorder") if group else None
-            if order in ("group", "dynamic"):
-                yield "error", f"actorder `{order}` in group `{key}`", "`static`, or none"
-        sparsity = config.get("sparsity_config")
-        if isinstance(sparsity, Mapping) and sparsity.get("targets"):
-            targets = listed(sparsity["targets"])
-            yield "error", f"sparsity_config with targets {targets}", "no sparsity_config"
-        if config.get("transform_config"):
-            yield "error", "a `transform_config`", "none: rotations of inputs are not applied"
+
+
+def _values_of_groups(config: Mapping[str, Any]) -> Iterator[_Value]:
+    groups = config.get("config_groups")
+    for key, group in groups.items() if isinstance(groups, Mapping) else ():
+        order = (group.get("weights") or {}).get("actorder") if group else None
+        if order in ("group", "dynamic"):
+            yield "error", f"actorder `{order}` in group `{key}`", "`static`, or none"
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("targets"):
+        targets = listed(sparsity["targets"])
+        yield "error", f"sparsity_config with targets {targets}", "no sparsity_config"
+    if config.get("transform_config"):
+        yield "error", "a `transform_config`", "none: rotations of inputs are not applied"
 
 
 CONFIG_RULES = (config_is_parsed,)

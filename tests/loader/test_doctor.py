@@ -514,6 +514,19 @@ def test_fused_members_have_one_scheme(tmp_path, module):
     assert diagnosed(folder, "transformers").passed
 
 
+def test_config_leaves_out_what_is_quantized(tmp_path):
+    """The files say 4 bits, the config full precision: engines believe the config."""
+
+    def change(content, made):
+        content["quantization_config"]["ignore"].append(f"{MLP}.down_proj")
+
+    folder = served.llama(tmp_path / "model", change=change)
+    for engine in ("vllm", "sglang", "transformers"):
+        diagnosis = diagnosed(folder, engine)
+        assert only(diagnosis, "left-out").layer == f"{MLP}.down_proj"
+        assert found(diagnosis, "reading") == [("warning", "reading", "")]
+
+
 def test_a_layer_on_its_own_may_be_kept(tmp_path):
     folder = served.llama(tmp_path / "model", change=keep(f"{MLP}.down_proj"))
     assert all(diagnosed(folder, engine).passed for engine in SERVERS)
