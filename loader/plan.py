@@ -17,6 +17,7 @@ from quantload.loader.plan_accounting import Accounting, account_for
 from quantload.loader.plan_choice import agree_in_blocks, choose, kind_of
 from quantload.loader.plan_config import output_config
 from quantload.loader.plan_groups import settle_groups
+from quantload.loader.plan_inputs import with_input_numbers
 from quantload.loader.plan_options import PlanOptions
 from quantload.loader.plan_row import PlanRow
 from quantload.loader.plan_rows import kept_rows, plain_tensor, row_of
@@ -111,6 +112,7 @@ def make_plan(
         options.on_split,
     )
     rows = tuple(row_of(choice, outcome, source, options) for choice in choices.values())
+    rows, about_inputs = with_input_numbers(rows, facts.groups, options.stats)
     rows += tuple(kept_rows(source, options, chosen.whole_experts))
     if options.lossless:
         refuse_loss(source, rows)
@@ -131,7 +133,7 @@ def make_plan(
         untied=any(row.module in facts.tied for row in rows),
         dtypes={row.dtype for row in rows},
     )
-    warnings = [*source.warnings, *outcome.warnings]
+    warnings = [*source.warnings, *outcome.warnings, *about_inputs]
     warnings += [
         f"rule `{rule}` decides nothing: other rules cover more" for rule in chosen.undecided
     ]
@@ -166,7 +168,12 @@ def make_plan(
 
 
 def _is_linear(row: PlanRow, facts: ModelFacts) -> bool:
-    return len(row.shape) == 2 and kind_of(row.module, facts) in ("linear", "head")
+    """True for what some reader takes for a linear layer.
+
+    The routers of transformers 5 are none, those of vLLM are.
+    """
+    kinds = ("linear", "head", "other")
+    return len(row.shape) == 2 and kind_of(row.module, facts) in kinds
 
 
 __all__ = ["DTYPE_NAMES", "Plan", "PlanOptions", "PlanRow", "make_plan"]

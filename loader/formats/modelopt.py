@@ -97,6 +97,8 @@ _LEAVES = (
 class ModelOptReader(Reader):
     """Reader of one ModelOpt checkpoint."""
 
+    has_experts_apart = True
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(with_usual_cache_names(checkpoint))
         assert checkpoint.quantization_config is not None, "detected by its config"

@@ -308,3 +308,15 @@ def test_options_of_the_command_reach_experts(tmp_path):
     row = rows_of(plan)["model.layers.0.mlp.experts.0.up_proj"]
     assert row.dtype == torch.float32
     assert plan.groups_origin == "model probe"
+
+
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_routers_are_listed_as_not_quantized(tmp_path, model_type, original):
+    """transformers 5 has no linear layer there, vLLM has: it would look for a packed weight."""
+    plan = api.plan(saved(model_type, tmp_path / "source", original=original), "W4A16:g32")
+    ignored = set(plan.config["quantization_config"]["ignore"])
+    block = _NAMES[model_type][1].removesuffix(".experts")
+    assert {f"model.layers.{layer}.{block}.gate" for layer in range(2)} <= ignored
+    assert "lm_head" in ignored
+    assert not any("experts" in name or "norm" in name or "embed" in name for name in ignored)
