@@ -117,7 +117,7 @@ class AwqTarget(Target):
             first = {size: module for module, size in reversed(sizes.items())}
             raise ConfigError(
                 "AWQ has one group size for the whole model, found "
-                f"{listed(f'{size} (`{module}`)' for size, module in first.items())}",
+                + ", ".join(f"{size} (`{module}`)" for size, module in first.items()),
                 hint="take the smallest with `--group-size`, or write gptq",
             )
         _refuse_parts(modules.kept, modules.schemes)

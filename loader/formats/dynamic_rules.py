@@ -18,6 +18,7 @@ from typing import Any
 from quantload.errors import FormatMismatch
 from quantload.loader.formats.agreement import ConfigSays
 from quantload.loader.formats.config_values import WHERE, wrong_value
+from quantload.loader.formats.exclusions import fused_name
 from quantload.loader.formats.matching import names_of
 
 
@@ -54,9 +55,17 @@ def first_rule(rules: Sequence[Rule], names: Sequence[str]) -> Rule | None:
 
 
 def matches_rule(key: str) -> Callable[[str], object]:
-    """Return the test whether the rule of a key of `dynamic` matches a module."""
+    """Return the test whether the rule of a key of `dynamic` matches a module.
+
+    Or the layer that engines fuse it into, which rules for them name.
+    """
     rules = parse_rules({key: {}}, "")
-    return lambda module: first_rule(rules, names_of(module))
+
+    def match(module: str) -> object:
+        names = names_of(module)
+        return first_rule(rules, names) or first_rule(rules, [*map(fused_name, names)])
+
+    return match
 
 
 def parse_rules(dynamic: object, checkpoint_name: str) -> tuple[Rule, ...]:
