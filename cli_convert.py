@@ -24,6 +24,9 @@ from quantload.errors import ConfigError
 if TYPE_CHECKING:
     from quantload.api import Conversion
     from quantload.loader.plan import Plan
+    from quantload.loader.ranks import Ranks
+    from quantload.loader.stats import InputStatistics
+    from quantload.loader.workers import Resources
 
 
 @click.command()
@@ -46,10 +49,22 @@ if TYPE_CHECKING:
 @click.option("--max-shard-size", default="5GB", show_default=True)
 @click.option("--layers", default="", metavar="0-1", help="Write a model of these layers only.")
 @click.option("--lossless", is_flag=True, help="Refuse whatever would change a value.")
+@click.option(
+    "--stats", type=click.Path(path_type=Path), help="Statistics of inputs, for static schemes."
+)
+@click.option(
+    "--input-absmax",
+    type=float,
+    metavar="X",
+    help="Largest |x| of inputs that --stats does not list.",
+)
 @click.option("--plan", "only_plan", is_flag=True, help="Print what would be done, write nothing.")
 @click.option("--no-verify", is_flag=True, help="Do not check the output against the source.")
 @click.option("--push", metavar="OWNER/NAME", help="Upload the verified output to the hub.")
 @click.option("--private", is_flag=True, help="Make the repository of --push private.")
+@click.option("--workers", type=int, metavar="N", help="Threads; default one a core.")
+@click.option("--memory", default="1GiB", show_default=True, help="Working memory of a process.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda, to quantize on.")
 @CHECK_TP
 @EVERY
 @TRUST
@@ -63,10 +78,15 @@ def convert(
     config: Path | None,
     **flags: Any,  # noqa: ANN401 - click's values
 ) -> None:
-    """Convert SOURCE (folder, GGUF file or hub id) into the new folder OUTPUT."""
+    """Convert SOURCE (folder, GGUF file or hub id) into the new folder OUTPUT.
+
+    A run that was interrupted is continued by the same command. Several processes share the work
+    when `torchrun --nproc-per-node N -m quantload convert ...` starts them.
+    """
     from quantload import api
     from quantload.loader.formats.targets import target_named
     from quantload.loader.plan import PlanOptions
+    from quantload.loader.ranks import Ranks
     from quantload.loader.staging import check_place
     from quantload.loader.tensor_parallel import about_split
 
@@ -80,6 +100,8 @@ def convert(
         )
     if scheme is None and flags["group_size"] is not None:
         raise ConfigError("`--group-size` is that of `--scheme`, which is not given")
+    ranks = Ranks.from_environment()
+    resources = _resources(flags, ranks)
     may_be_done = _check_push(output, flags)
     if not flags["only_plan"] and not may_be_done:
         check_place(output)  # before anything is downloaded
@@ -94,22 +116,49 @@ def convert(
             lossless=flags["lossless"],
             layers=flags["layers"],
             target=target_named(flags["format_name"]),
+            stats=_statistics(flags),
         ),
     }
     plan = api.plan(source, scheme, **arguments)
+    if not ranks.is_first:
+        if not flags["only_plan"]:
+            _carry_out(plan, output, {**flags, "quiet": True}, may_be_done, resources, ranks)
+        return
     warn(plan.warnings)
     if flags["check_tp"]:
         layers = ((row.module, row.shape, row.scheme) for row in plan.rows)
         warn(about_split(layers, flags["check_tp"]))
     if flags["only_plan"]:
-        _show_plan(plan, output, flags)
+        _show_plan(plan, output, flags, resources)
         return
-    done = _carry_out(plan, output, flags, may_be_done=may_be_done)
+    done = _carry_out(plan, output, flags, may_be_done, resources, ranks)
     passed = done.report is None or done.report.passed
     address = _push(output, flags) if passed and flags["push"] else None
     _show_result(done, output, address, flags)
     if not passed:
         sys.exit(1)
+
+
+def _statistics(flags: dict[str, Any]) -> InputStatistics | None:
+    from quantload.loader.stats import InputStatistics, read_stats
+
+    file, stated = flags["stats"], flags["input_absmax"]
+    if file is not None:
+        return read_stats(file, stated=stated)
+    return None if stated is None else InputStatistics(stated=stated)
+
+
+def _resources(flags: dict[str, Any], ranks: Ranks) -> Resources:
+    """Return what a process may use; those of one machine take a GPU each, in turn."""
+    import torch
+
+    from quantload import api
+    from quantload.loader.workers import Resources
+
+    device = api.parse_device(flags["device"])
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", ranks.local % torch.cuda.device_count())
+    return Resources(memory=parse_size(flags["memory"]), workers=flags["workers"], device=device)
 
 
 def _check_push(output: Path, flags: dict[str, Any]) -> bool:
@@ -128,12 +177,10 @@ def _check_push(output: Path, flags: dict[str, Any]) -> bool:
     return (output / MANIFEST).is_file()
 
 
-def _show_plan(plan: Plan, output: Path, flags: dict[str, Any]) -> None:
+def _show_plan(plan: Plan, output: Path, flags: dict[str, Any], resources: Resources) -> None:
     from quantload import cli_output, cli_plan
     from quantload.loader.estimate import estimate, peak_memory, probe
-    from quantload.loader.workers import Resources
 
-    resources = Resources()
     rates = probe(plan, output, threads=resources.threads())
     forecast = cli_plan.Forecast(
         peak_memory=peak_memory(plan, budget=resources.memory),
@@ -147,15 +194,29 @@ def _show_plan(plan: Plan, output: Path, flags: dict[str, Any]) -> None:
         cli_plan.show_plan(plan, forecast, every=flags["every"])
 
 
-def _carry_out(plan: Plan, output: Path, flags: dict[str, Any], *, may_be_done: bool) -> Conversion:
+def _carry_out(
+    plan: Plan,
+    output: Path,
+    flags: dict[str, Any],
+    may_be_done: bool,
+    resources: Resources,
+    ranks: Ranks,
+) -> Conversion:
     from quantload import api, cli_output
     from quantload.loader.manifest import describes
 
     with cli_output.BarProgress(quiet=flags["quiet"]) as progress:
         if may_be_done and describes(output, plan):  # an upload that was broken off
-            report = api.verify_plan(plan, output, progress=progress)
+            report = api.verify_plan(plan, output, progress=progress) if ranks.is_first else None
             return api.Conversion(plan, output, report)
-        return api.execute(plan, output, verify_output=not flags["no_verify"], progress=progress)
+        return api.execute(
+            plan,
+            output,
+            verify_output=not flags["no_verify"],
+            progress=progress,
+            resources=resources,
+            ranks=ranks,
+        )
 
 
 def _push(output: Path, flags: dict[str, Any]) -> str:

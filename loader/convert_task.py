@@ -179,11 +179,12 @@ def _lost_groups(weight: Tensor, quantized: QuantTensor) -> int:
     if not quantized.scale.dtype.is_floating_point or quantized.scale.dtype.itemsize < 2:
         return 0
     eps = torch.finfo(quantized.scale.dtype).eps
-    stands_in = quantized.scale == eps  # for a scale of zero, see `quant/rtn.py`
-    if not bool(stands_in.any()):
+    place = (quantized.scale == eps).nonzero(as_tuple=True)  # stands in for a scale of zero
+    if not place[0].numel() or quantized.scale.shape[0] == 1:
         return 0
-    largest = as_blocks(weight.abs(), quantized.block).amax(dim=(1, 3))
-    return int((stands_in & (largest > 0) & (largest < eps / 2)).sum())
+    blocks = as_blocks(weight, quantized.block).transpose(1, 2)[place]
+    largest = blocks.abs().amax(dim=(1, 2))
+    return int(((largest > 0) & (largest < eps / 2)).sum())
 
 
 def _tell_lost_groups(lost: int, row: PlanRow) -> None:

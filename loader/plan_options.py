@@ -9,6 +9,7 @@ import torch
 from quantload.loader.formats.target import Target
 from quantload.loader.formats.targets import COMPRESSED_TENSORS
 from quantload.loader.plan_groups import OnSplit
+from quantload.loader.stats import InputStatistics
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -24,6 +25,7 @@ class PlanOptions:
         lossless: Refuse whatever would change a value.
         target: The format that is written.
         layers: Decoder layers to write, for example "0-1" or "0,5-7"; "" writes all.
+        stats: What is known of the inputs of layers, for schemes with fixed input scales.
     """
 
     dtype: torch.dtype | None = None
@@ -32,3 +34,4 @@ class PlanOptions:
     lossless: bool = False
     target: Target = COMPRESSED_TENSORS
     layers: str = ""
+    stats: InputStatistics | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quantload.loader.output_files import OutputTensor
+from quantload.loader.stats import InputAbsmax
 from quantload.quant.scheme import Scheme
 
 
@@ -47,6 +48,7 @@ class PlanRow:
         outputs: The tensors that are written.
         source_bytes: Bytes of its tensors in the source.
         region: Where the weight lies, if it can be read in rows as it is stored.
+        input_absmax: Largest |x| that the number for its input covers; None if there is none.
     """
 
     module: str
@@ -61,6 +63,7 @@ class PlanRow:
     outputs: tuple[OutputTensor, ...]
     source_bytes: int
     region: SourceRegion | None = None
+    input_absmax: InputAbsmax | None = None
 
     @property
     def shares_range(self) -> bool:

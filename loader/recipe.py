@@ -19,6 +19,7 @@ from quantload.errors import ConfigError
 from quantload.loader.formats.target import Target
 from quantload.loader.hub import hub_origin
 from quantload.loader.plan import Plan, PlanOptions
+from quantload.loader.stats import InputStatistics
 from quantload.quant.rules import KEEP
 from quantload.quant.scheme import Scheme, parse_scheme
 
@@ -89,11 +90,21 @@ def _arguments(plan: Plan) -> Iterator[str]:
         value = getattr(plan.options, option.name)
         if value == getattr(usual, option.name):
             continue
+        if isinstance(value, InputStatistics):
+            yield from _statistics(value)
+            continue
         yield f"--{option_name(option.name)}"
         if value is not True:
             yield str(_plain(value))
     if plan.trust_remote_code:
         yield "--trust-remote-code"
+
+
+def _statistics(stats: InputStatistics) -> Iterator[str]:
+    if stats.file is not None:
+        yield from ("--stats", stats.file.name)
+    if stats.stated is not None:
+        yield from ("--input-absmax", f"{stats.stated:g}")
 
 
 def option_name(field: str) -> str:
@@ -107,6 +118,8 @@ def _plain(value: object) -> Any:  # noqa: ANN401 - whatever JSON holds
         return str(value).removeprefix("torch.")
     if isinstance(value, Target):
         return value.name
+    if isinstance(value, InputStatistics):
+        return {"file": value.file and value.file.name, "stated": value.stated}
     assert value is None or isinstance(value, bool | int | float | str), f"no text for {value!r}"
     return value
 

@@ -115,7 +115,10 @@ def identity_of(plan: Plan) -> Identity:
         "source": [_fingerprint(plan, name) for name in sorted(plan.source.checkpoint.tensors)],
         "files": sorted(_state_of(file) for file in files),
         "rows": [
-            (row.module, repr(row.scheme), row.read_from, row.keeps_values, str(row.dtype))
+            (
+                *(row.module, repr(row.scheme), row.read_from, row.keeps_values, str(row.dtype)),
+                repr(row.input_absmax),
+            )
             for row in plan.rows
         ],
         "output": [(f.name, hashlib.sha256(f.header).hexdigest()) for f in plan.files],

@@ -11,6 +11,7 @@ from quantload.errors import NonFiniteWeight
 from quantload.loader.casting import cast
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.row_reader import RowReader, pieces
+from quantload.quant.activation import with_input_scale
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scales import merged_range, shared_range
 
@@ -89,9 +90,13 @@ class WeightRows:
         assert row.scheme is not None, "full precision is not quantized"
         assert row.scheme.weight is not None, "full precision is not quantized"
         try:
-            return self.plan.target.quantize(weight, row.scheme.weight, shared=shared)
+            quantized = self.plan.target.quantize(weight, row.scheme.weight, shared=shared)
         except NonFiniteWeight as error:
             raise NonFiniteWeight(
                 f"weight of `{row.module}` cannot be quantized: {error.message}",
                 hint=f"keep it with the rule `{row.module} = keep`, or repair the source",
             ) from error
+        if row.input_absmax is None:
+            return quantized
+        assert row.scheme.input is not None, "only inputs that are quantized have a number"
+        return with_input_scale(quantized, row.scheme.input, row.input_absmax.value)

@@ -48,7 +48,7 @@ FENCED = {  # third-party package -> the only places that may import it
     "llvmlite": ("quant/compiled",),
     "transformers": TRANSFORMERS,
     "tokenizers": ("loader/gguf_tokenizer.py",),
-    "safetensors": ("loader/safetensors_header.py",),
+    "safetensors": (),
     "huggingface_hub": ("loader/hub.py", "loader/push.py"),
     "gguf": ("loader/gguf_", "loader/formats/gguf.py"),
     "compressed_tensors": ("loader/formats/compressed_tensors_config.py",),
@@ -85,8 +85,9 @@ OPTIONS = {
     "convert": {
         *("source", "output", "--scheme", "--rule", "--config", "--group-size", "--dtype"),
         *("--on-split", "--max-shard-size", "--plan", "--no-verify", "--all", "--lossless"),
+        *("--stats", "--input-absmax"),
         *("--trust-remote-code", "--json", "--quiet", "--check-tp", "--push", "--private"),
-        *("--format", "--layers"),
+        *("--format", "--layers", "--workers", "--memory", "--device"),
     },
     "doctor": {
         *("output", "--engine", "--tp", "--device", "--all", "--trust-remote-code", "--json"),
