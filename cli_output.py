@@ -179,6 +179,11 @@ def named_rows(rows: Sequence[tuple[str, tuple[str, ...]]], every: bool) -> list
     return [(name, str(count), *cells) for name, count, cells in collapse(rows)]
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as "4096x128"."""
+    return "x".join(map(str, shape))
+
+
 # -- verify ----------------------------------------------------------------------------------------
 
 

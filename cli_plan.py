@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from quantload.api import Conversion
-from quantload.cli_output import console, make_table, named_rows, rate, size
+from quantload.cli_output import console, make_table, named_rows, rate, shape_text, size
 from quantload.loader.estimate import Estimate, Rates
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.side_files import side_files
@@ -60,11 +59,6 @@ def show_plan(plan: Plan, forecast: Forecast, *, every: bool = False) -> None:
     _show_schemes(plan)
     _show_files(plan, every=every)
     _show_forecast(plan, forecast)
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape as "4096x128"."""
-    return "x".join(map(str, shape))
 
 
 def _target(row: PlanRow) -> str:

@@ -98,9 +98,8 @@ def describes(folder: Path, plan: Plan) -> bool:
         content = read_manifest(folder)
     except CheckpointError:
         return False
-    return {k: v for k, v in content.items() if k != "files"} == json.loads(
-        json.dumps(described(plan))
-    )
+    expected: dict[str, Any] = json.loads(json.dumps(described(plan)))
+    return {key: value for key, value in content.items() if key != "files"} == expected
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def push_folder(
 
 @contextmanager
 def _bars(*, quiet: bool) -> Iterator[None]:
-    from huggingface_hub.utils import (
+    from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
         enable_progress_bars,
@@ -197,6 +197,7 @@ def _explained(repo: str) -> Iterator[None]:
 
     # What goes wrong on the way is an error of the HTTP library or of the system.
     transport: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
+    failed = (*transport, ValueError, RuntimeError)  # RuntimeError: while a file is sent
     resume = "run the same command again; what has arrived is not sent again"
     try:
         yield
@@ -211,7 +212,7 @@ def _explained(repo: str) -> Iterator[None]:
         raise UploadError(f"the hub refuses the upload to `{repo}`: {error}") from error
     except HfHubHTTPError as error:
         raise _refused(repo, error.response.status_code, error, resume) from error
-    except (*transport, ValueError, RuntimeError) as error:  # RuntimeError: while a file is sent
+    except failed as error:
         raise UploadError(
             f"the upload to `{repo}` failed: {_first_line(error)}", hint=resume
         ) from error

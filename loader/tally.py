@@ -47,9 +47,9 @@ def tally(plan: Plan) -> Tally:
     sizes: Counter[tuple[Use, str]] = Counter()
     counts: Counter[tuple[Use, str]] = Counter()
     for name, entry in tensors.items():
-        use = uses.get(name, ("dropped", "part of no weight that is written"))
-        sizes[use] += entry.num_bytes
-        counts[use] += 1
+        became = uses.get(name, ("dropped", "part of no weight that is written"))
+        sizes[became] += entry.num_bytes
+        counts[became] += 1
     reasons: dict[tuple[Use, str], tuple[int, int | None]] = {
         use: (sizes[use], counts[use]) for use in sorted(sizes, key=_order)
     }
@@ -97,6 +97,8 @@ def _reason(row: PlanRow) -> str:
 
 def without_numbers(reason: str) -> str:
     """Return a reason without the numbers of layers and experts, so that it is one for them all."""
+    if reason.startswith("rule "):  # numbers of a rule are what the user wrote
+        return reason
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", reason)
 
 
