@@ -158,6 +158,8 @@ def compare(reference: str, candidate: str, **flags: Any) -> None:  # noqa: ANN4
         click.echo(cli_compare.comparison_markdown(result))
     else:
         cli_compare.show_comparison(result, every=flags["every"])
+    if not result.passed:
+        sys.exit(1)
 
 
 @main.command()
@@ -202,30 +204,21 @@ def schemes() -> None:
     from quantload.quant.scheme import PRESETS
 
     for name, scheme in PRESETS.items():
-        click.echo(f"{name:12} {_describe(scheme)}")
-
-
-def _describe(scheme: Any) -> str:  # noqa: ANN401 - a Scheme, imported lazily
-    if scheme.weight is None:
-        is_same = scheme.name == "same"
-        return "as in the source, same values" if is_same else "full precision: dequantize or copy"
-    weight = scheme.weight
-    scales = {"group": f"group {weight.group_size}", "block": "block 128x128"}
-    text = f"weights {weight.grid.name}, {scales.get(weight.granularity, weight.granularity)}"
-    text += "" if weight.symmetric else ", zero points"
-    if scheme.input is None:
-        return text
-    return f"{text}; inputs {scheme.input.grid.name} per {scheme.input.granularity}, dynamic"
+        click.echo(f"{name:12} {scheme.in_words}")
 
 
 @main.command()
 def formats() -> None:
-    """List the formats that are read, and those that are known but not read."""
+    """List the formats that are read, those that are written, and those that are not read."""
     from quantload.loader.formats import FORMATS
     from quantload.loader.formats.detect import REFUSED
+    from quantload.loader.formats.targets import TARGETS
 
     for row in FORMATS:
         click.echo(f"{row.name:20} {row.title}")
+    click.echo("\nwritten, with --format:")
+    for name, target in TARGETS.items():
+        click.echo(f"{name:20} {target.title}")
     click.echo("\nnot read:")
     for method, (title, way_out) in REFUSED.items():
         click.echo(f"{method:20} {title}: {way_out}")

@@ -14,6 +14,7 @@ from quantload.errors import ConfigError, listed
 from quantload.quant.metrics import ErrorSums
 
 _SEQUENCE_TOKENS = 512
+_SHOWN = 10
 
 
 def read_sequences(
@@ -135,6 +136,10 @@ def summary_lines(comparison: ModelComparison) -> list[str]:
             lines.append(f"only in the {where}: {listed(names)}")
     if comparison.end is not None:
         lines += _end_lines(comparison.end)
+    lines += [f"EXCEEDS {failure}" for failure in comparison.failures[:_SHOWN]]
+    if (count := len(comparison.failures)) > _SHOWN:
+        lines.append(f"and {count - _SHOWN} more exceed their limits")
+    lines.append("passed: every error is within its limit" if comparison.passed else "FAILED")
     return lines
 
 
@@ -181,9 +186,13 @@ def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
                 "candidate": row.candidate,
                 "weight": _sums_json(row.weight),
                 "output": _sums_json(row.output),
+                "weight_limit": row.weight_limit,
+                "output_limit": row.output_limit,
+                "failure": row.failure,
             }
             for row in comparison.layers
         ],
+        "passed": comparison.passed,
         "problems": list(comparison.problems),
         "only_in_reference": list(comparison.only_in_reference),
         "only_in_candidate": list(comparison.only_in_candidate),

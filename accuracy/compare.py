@@ -7,6 +7,17 @@
     end         KL(reference || candidate) and top-1 agreement of the next-token distributions
 
 One statistic everywhere: the relative L2 error from two sums in float64, shown as SQNR in dB.
+
+What is compared passes up to these relative errors:
+
+    weight      0 where both hold one scheme and one dtype; of two float dtypes, 4 eps of the
+                coarser one; 0.5 where the schemes differ
+    other       0 of one dtype; of two, 4 eps of the coarser one
+    isolated    4 eps(bfloat16) + sqrt(K) eps(float32) where both hold one scheme: rounded once more
+                and summed in another order; else 0.5
+
+A weight whose scale is doubled has an error of 1, one that is lost too; working schemes of 3 bits
+and more stay below 0.5.
 """
 
 from __future__ import annotations
@@ -22,10 +33,12 @@ from torch import Tensor, nn
 from quantload.accuracy.config_check import config_differences
 from quantload.errors import NotComparable, listed
 from quantload.loader.checkpoint import files_kept_open
-from quantload.loader.source import Source
+from quantload.loader.experts import apart_as_in
+from quantload.loader.source import Source, SourceWeight
 from quantload.progress import Progress
 from quantload.quant.metrics import ErrorSums, error_sums, kl_divergence
 
+QUANTIZED_LIMIT = 0.5
 _KL_TOKENS = 64  # tokens whose full distributions are held in float64 at a time
 
 
@@ -41,6 +54,8 @@ class LayerComparison:
         weight: Error sums of the weight; None if only outputs were compared.
         output: Error sums of the isolated output; None without tokens.
         is_plain: True for a tensor that is no 2-D weight, such as a norm or a bias.
+        weight_limit: Largest relative error of the weight that passes.
+        output_limit: Largest relative error of the isolated output that passes.
     """
 
     module: str
@@ -49,6 +64,21 @@ class LayerComparison:
     weight: ErrorSums | None
     output: ErrorSums | None = None
     is_plain: bool = False
+    weight_limit: float = QUANTIZED_LIMIT
+    output_limit: float = QUANTIZED_LIMIT
+
+    @property
+    def failure(self) -> str:
+        """What exceeds its limit, and which limit that is; "" if nothing does."""
+        kinds = (
+            ("weight", self.weight, self.weight_limit),
+            ("output", self.output, self.output_limit),
+        )
+        return "; ".join(
+            f"{what} error {sums.relative:.3g}, limit {limit:.3g}"
+            for what, sums, limit in kinds
+            if sums is not None and not sums.relative <= limit  # NaN fails
+        )
 
     @property
     def differs(self) -> bool:
@@ -126,6 +156,16 @@ class ModelComparison:
     only_in_candidate: tuple[str, ...] = ()
 
     @property
+    def failures(self) -> tuple[str, ...]:
+        """One line for every row that exceeds its limit."""
+        return tuple(f"`{row.module}`: {row.failure}" for row in self.layers if row.failure)
+
+    @property
+    def passed(self) -> bool:
+        """True if no error exceeds its limit and the candidate lacks nothing."""
+        return not self.failures and not self.problems and not self.only_in_reference
+
+    @property
     def problems(self) -> tuple[str, ...]:
         """One line for every row with values that are not finite."""
         return tuple(f"`{row.module}`: {row.problem}" for row in self.layers if row.problem)
@@ -140,6 +180,8 @@ def compare_weights(reference: Source, candidate: Source, progress: Progress) ->
         NotComparable: They are of different models: no weight is in both, or architectures or
             shapes differ.
     """
+    reference = apart_as_in(reference, candidate)
+    candidate = apart_as_in(candidate, reference)
     _check_one_model(reference, candidate)
     shared = [module for module in reference.weights if module in candidate.weights]
     rows = []
@@ -153,6 +195,7 @@ def compare_weights(reference: Source, candidate: Source, progress: Progress) ->
                 weight=error_sums(
                     candidate.read_parameter(module), reference.read_parameter(module)
                 ),
+                **_limits(reference.weights[module], candidate.weights[module]),
             )
         )
         progress.advance(1, note=module)
@@ -165,6 +208,33 @@ def compare_weights(reference: Source, candidate: Source, progress: Progress) ->
         only_in_reference=_only_in(reference, candidate),
         only_in_candidate=_only_in(candidate, reference),
     )
+
+
+def _limits(reference: SourceWeight, candidate: SourceWeight) -> dict[str, float]:
+    """Return the limits of a row by field: see the top of the file."""
+    if reference.scheme != candidate.scheme:
+        return {}
+    return {
+        "weight_limit": cast_limit(reference.dtype, candidate.dtype),
+        "output_limit": sum_limit(reference.shape[1]),
+    }
+
+
+def cast_limit(one: torch.dtype, other: torch.dtype) -> float:
+    """Return the relative error that a cast from one dtype to the other may make."""
+    if one == other:
+        return 0.0
+    return 4 * max(torch.finfo(dtype).eps for dtype in (one, other))
+
+
+def sum_limit(columns: int) -> float:
+    """Return the relative error of an output [.., N] that another order of K sums may make.
+
+    Args:
+        columns: K.
+    """
+    rounding = 4 * torch.finfo(torch.bfloat16).eps
+    return rounding + math.sqrt(columns) * torch.finfo(torch.float32).eps
 
 
 def _check_one_model(reference: Source, candidate: Source) -> None:
@@ -210,6 +280,7 @@ def _compare_plain(reference: Source, candidate: Source, name: str) -> LayerComp
         candidate=_dtype_name(candidate, name),
         weight=error_sums(candidate.read_plain(name), reference.read_plain(name)),
         is_plain=True,
+        weight_limit=cast_limit(reference.plain[name].dtype, candidate.plain[name].dtype),
     )
 
 

@@ -59,7 +59,7 @@ def _is_safe() -> bool:
         and sys.platform == "linux"
         and _HEAVY not in sys.modules
         and threading.active_count() == 1
-        and not torch.cuda.is_initialized()
+        and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     )
 
 

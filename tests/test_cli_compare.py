@@ -92,7 +92,7 @@ def test_norms_and_what_is_not_finite_are_shown(folders, tmp_path):
     tensors[f"{up}.weight"][1, 1] = float("nan")
     other = tiny.write(tmp_path / "other", tiny.config(), tensors)
     done = run(folders[0], other)
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 1, done.output
     assert f"PROBLEM `{up}`: 1 values of the candidate are not finite" in done.stdout
     assert "1 weights differ, 15 are equal" in done.stdout
     assert "1 other tensors differ" in done.stdout

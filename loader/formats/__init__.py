@@ -14,6 +14,7 @@ from quantload.loader.checkpoint import Checkpoint
 from quantload.loader.formats.auto_round import open_auto_round
 from quantload.loader.formats.awq import AwqReader
 from quantload.loader.formats.bitsandbytes import BitsAndBytesReader
+from quantload.loader.formats.cache_scales import about_cache_scales
 from quantload.loader.formats.compressed_tensors import CompressedTensorsReader
 from quantload.loader.formats.dense import DenseReader, quantized_names
 from quantload.loader.formats.detect import REFUSED, method_of
@@ -119,6 +120,7 @@ def open_source(checkpoint: Checkpoint) -> Source:
     tensors = reader.checkpoint.tensors
     require_input_scales(reader.checkpoint, weights)
     reader.warnings += warn_of_stray_dtypes(tensors, weights)
+    reader.warnings += about_cache_scales(reader.checkpoint, reader.cache_scheme)
     reader.warnings += _about_nothing_quantized(row, reader, weights)
     return Source(
         checkpoint=reader.checkpoint,

@@ -40,11 +40,17 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor, UnsupportedVariant
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
-from quantload.loader.formats.agreement import ConfigSays, check_agreement, count_entries
+from quantload.loader.formats.agreement import (
+    ConfigSays,
+    about_unused_entries,
+    check_agreement,
+    count_entries,
+)
 from quantload.loader.formats.bitsandbytes_config import QuantState, parse_config, read_state
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.flat_blocks import block_of, on_grid, with_blocks
+from quantload.loader.formats.matching import matches_transformers
 from quantload.loader.formats.module_leaves import ModuleLeaves, by_module, refuse_leftovers
 from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
 from quantload.mappers.facts import keeps_input_first
@@ -134,6 +140,12 @@ class BitsAndBytesReader(Reader):
             said[module] = ConfigSays(not skipped, entry)
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
         self.entries = count_entries(said, stored)
+        self.warnings += about_unused_entries(
+            (f"llm_int8_skip_modules: {pattern}" for pattern in self._config.skipped),
+            self.entries,
+            self.checkpoint,
+            lambda pattern: lambda module: matches_transformers(pattern, module),
+        )
 
     # -- 4 bits --------------------------------------------------------------------------------
 

@@ -14,7 +14,10 @@ The tensors themselves are plain tensors: no layer's weight is decoded from them
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
+from quantload.errors import listed
 from quantload.loader.checkpoint import Checkpoint
 
 _SPELLED = re.compile(
@@ -24,6 +27,11 @@ _SPELLED = re.compile(
     r"|(?P<projection>[qkv])_proj\.output_(?P<output>scale|zero_point)"
     r"|(?P<cache>[kv])_cache\.(?P<cached>scale|zero_point))"
 )
+
+_CACHE_LEAF = re.compile(r"[qkv]_(?:scale|zero_point)")
+_PROJECTION = re.compile(r"(?P<attention>.+)\.(?:k_proj|v_proj|qkv_proj)")
+_PARTNERS = {"k_scale": "v_scale", "v_scale": "k_scale"}
+_NUMBER = re.compile(r"\d+")
 
 
 def usual_cache_name(name: str) -> str | None:
@@ -44,3 +52,40 @@ def with_usual_cache_names(checkpoint: Checkpoint) -> Checkpoint:
     """
     names = {name: usual for name in checkpoint.tensors if (usual := usual_cache_name(name))}
     return checkpoint.renamed(names) if names else checkpoint
+
+
+def about_cache_scales(checkpoint: Checkpoint, scheme: Mapping[str, Any] | None) -> list[str]:
+    """Warn of attention modules without a scale that their like have: engines take 1 for it.
+
+    Args:
+        checkpoint: With its cache scales under their usual names.
+        scheme: How keys and values are cached, as compressed-tensors writes it down.
+    """
+    leaves: dict[str, set[str]] = {}  # of each attention module that caches
+    for name in checkpoint.tensors:
+        parent, _, leaf = name.rpartition(".")
+        if _CACHE_LEAF.fullmatch(leaf):
+            leaves.setdefault(parent, set()).add(leaf)
+        elif (match := _PROJECTION.fullmatch(parent)) is not None:
+            leaves.setdefault(match["attention"], set())
+    alike: dict[str, set[str]] = {}
+    for module, found in leaves.items():
+        alike.setdefault(_NUMBER.sub("#", module), set()).update(found)
+    for found in alike.values():
+        found.update(_PARTNERS[leaf] for leaf in tuple(found) if leaf in _PARTNERS)
+    missing = [
+        f"{module}.{leaf}"
+        for module, found in leaves.items()
+        for leaf in sorted(alike[_NUMBER.sub("#", module)] - found)
+    ]
+    if missing:
+        return [
+            f"{len(missing)} scales of the key-value cache are missing: {listed(missing)}, in "
+            f"`{checkpoint.name}`; engines take 1"
+        ]
+    if scheme is not None and not scheme.get("dynamic") and leaves and not any(leaves.values()):
+        return [
+            "the quantization config says that keys and values are cached with fixed scales, but "
+            f"there is none in `{checkpoint.name}`; engines take 1"
+        ]
+    return []

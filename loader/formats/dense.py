@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ def dense_weight(entry: TensorEntry) -> SourceWeight | None:
         return None
     return SourceWeight(
         module=module,
-        shape=cast("tuple[int, int]", entry.shape),
+        shape=entry.shape,
         scheme=None,
         encoding=NAMES[entry.dtype],
         dtype=entry.dtype,

@@ -36,7 +36,11 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, UnsupportedVariant
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import check_agreement, count_entries
+from quantload.loader.formats.agreement import (
+    about_unused_entries,
+    check_agreement,
+    count_entries,
+)
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.flat_blocks import block_of, on_grid, with_blocks
@@ -45,6 +49,7 @@ from quantload.loader.formats.hqq_meta import (
     HqqMeta,
     Packing,
     check_params,
+    matches_tag,
     parse_config,
     parse_meta,
     scalars_of,
@@ -144,6 +149,9 @@ class HqqReader(Reader):
         said = {module: self._config.says_of(module)[0] for module in stored}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
         self.entries = count_entries(said, stored)
+        self.warnings += about_unused_entries(
+            self._config.entries(), self.entries, self.checkpoint, matches_tag
+        )
 
     # -- headers -------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,6 +261,11 @@ class HqqConfig:
     skipped: frozenset[str]
     is_stated: bool = True
 
+    def entries(self) -> list[str]:
+        """Return everything that names layers, as "<key>: <linear tag>"."""
+        named = [f"quant_config: {tag}" for tag in self.layers if tag]
+        return [*(f"skip_modules: {tag}" for tag in sorted(self.skipped)), *named]
+
     def says_of(self, module: str) -> tuple[ConfigSays, Mapping[str, Any]]:
         """Return the decision for a module, and its parameters."""
         tags = [linear_tag(name) for name in names_of(module)]
@@ -271,6 +276,11 @@ class HqqConfig:
             if tag in self.layers:
                 return ConfigSays(True, f"quant_config: {tag or 'all'}"), self.layers[tag]
         return ConfigSays(False, "quant_config has no entry"), {}
+
+
+def matches_tag(tag: str) -> Callable[[str], bool]:
+    """Return the test whether a linear tag names a module."""
+    return lambda module: any(linear_tag(name) == tag for name in names_of(module))
 
 
 def linear_tag(module: str) -> str:

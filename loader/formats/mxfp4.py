@@ -27,9 +27,14 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
-from quantload.loader.formats.agreement import ConfigSays, check_agreement, count_entries
+from quantload.loader.formats.agreement import (
+    ConfigSays,
+    about_unused_entries,
+    check_agreement,
+    count_entries,
+)
 from quantload.loader.formats.dense import dense_weight
-from quantload.loader.formats.exclusions import Exclusions
+from quantload.loader.formats.exclusions import Exclusions, matches_excluded
 from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.float8 import EXPONENT_DTYPES, as_scale
 from quantload.loader.formats.module_leaves import refuse_leftovers
@@ -68,6 +73,12 @@ class Mxfp4Reader(Reader):
         said = {module: self._says(module) for module in stored}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
         self.entries = count_entries(said, stored)
+        self.warnings += about_unused_entries(
+            (f"{key}: {entry}" for entry, key in self._exclusions.entries.items()),
+            self.entries,
+            self.checkpoint,
+            matches_excluded,
+        )
         consumed = (name for weight in found.values() for name in weight.leaves.values())
         refuse_leftovers(self.checkpoint, consumed)
         return found

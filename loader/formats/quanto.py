@@ -39,12 +39,24 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor, ModelError, UnsupportedVariant, listed
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import ConfigSays, check_agreement, count_entries
+from quantload.loader.formats.agreement import (
+    ConfigSays,
+    about_unused_entries,
+    check_agreement,
+    count_entries,
+)
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
-from quantload.loader.formats.matching import names_of
+from quantload.loader.formats.matching import matches_transformers, names_of
 from quantload.loader.formats.module_leaves import ModuleLeaves, by_module, refuse_leftovers
-from quantload.loader.formats.quanto_config import TYPES, Says, parse_map, parse_type
+from quantload.loader.formats.quanto_config import (
+    SKIPPED,
+    TYPES,
+    Says,
+    parse_map,
+    parse_skipped,
+    parse_type,
+)
 from quantload.loader.model_shapes import output_features, parameter_shapes
 from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
 from quantload.quant.grid import E4M3, E5M2, INT8, Grid
@@ -70,6 +82,7 @@ class QuantoReader(Reader):
         config = checkpoint.quantization_config or {}
         self._is_map = checkpoint.quantization_config_file != "config.json"
         self._map = parse_map(config, checkpoint.name) if self._is_map else {}
+        self._skipped = () if self._is_map else parse_skipped(config, checkpoint.name)
         self._default = "" if self._is_map else parse_type(config, checkpoint.name)
         self.checkpoint = self._without_numbers(checkpoint)
 
@@ -128,6 +141,12 @@ class QuantoReader(Reader):
 
     def _compare_with_map(self, found: Mapping[str, SourceWeight]) -> None:
         if not self._is_map:
+            self.warnings += about_unused_entries(
+                [f"{SKIPPED}: {entry}" for entry in self._skipped],
+                {},
+                self.checkpoint,
+                lambda entry: lambda module: matches_transformers(entry, module),
+            )
             return
         wanted = [module for module, says in self._map.items() if says.weights]
         if missing := [module for module in wanted if module not in found]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ TYPES: dict[str, Grid] = {
     "qfloat8_e4m3fn": E4M3,
     "qfloat8_e5m2": E5M2,
 }
+SKIPPED = "modules_to_not_convert"
 _OF_TRANSFORMERS = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "float8": "qfloat8"}
 
 
@@ -67,6 +69,30 @@ def parse_type(config: Mapping[str, Any], checkpoint_name: str) -> str:
             f"in `{checkpoint_name}`"
         )
     return _OF_TRANSFORMERS[name]
+
+
+def parse_skipped(config: Mapping[str, Any], checkpoint_name: str) -> tuple[str, ...]:
+    """Return the modules that a config of transformers leaves in full precision.
+
+    Raises:
+        FormatMismatch: They are no list of regular expressions.
+    """
+    entries = config.get(SKIPPED)
+    if entries is None:
+        return ()
+    if not isinstance(entries, list) or not all(_is_regex(entry) for entry in entries):
+        raise FormatMismatch(
+            f"`{SKIPPED}` of the quanto config is `{entries!r}`, expected a list of names or "
+            f"regular expressions, in `{checkpoint_name}`"
+        )
+    return tuple(entries)
+
+
+def _is_regex(entry: object) -> bool:
+    try:
+        return isinstance(entry, str) and bool(entry) and re.compile(entry) is not None
+    except (re.error, OverflowError):
+        return False
 
 
 def _unknown(key: str, value: object, expected: str, checkpoint_name: str) -> FormatMismatch:

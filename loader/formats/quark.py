@@ -42,7 +42,12 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor, listed
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import ConfigSays, check_agreement, count_entries
+from quantload.loader.formats.agreement import (
+    ConfigSays,
+    about_unused_entries,
+    check_agreement,
+    count_entries,
+)
 from quantload.loader.formats.cache_scales import with_usual_cache_names
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.module_leaves import (
@@ -51,7 +56,7 @@ from quantload.loader.formats.module_leaves import (
     refuse_leftovers,
     refuse_unknown_parts,
 )
-from quantload.loader.formats.quark_config import parse_config
+from quantload.loader.formats.quark_config import matches_entry, parse_config
 from quantload.loader.formats.quark_layouts import describe, read_weight
 from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
 from quantload.quant.qtensor import QuantTensor
@@ -104,6 +109,9 @@ class QuarkReader(Reader):
         stored = {module: weight.is_quantized for module, weight in found.items()}
         self.warnings += check_agreement(said, stored, self.checkpoint.name)
         self.entries = count_entries(said, stored)
+        self.warnings += about_unused_entries(
+            self._config.entries(), self.entries, self.checkpoint, matches_entry
+        )
         refuse_leftovers(
             self.checkpoint, (name for w in found.values() for name in w.leaves.values())
         )

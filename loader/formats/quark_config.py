@@ -28,7 +28,7 @@ Source: AMD Quark 0.13, `QConfig`; vLLM 0.33.0, `quantization/quark`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
@@ -81,6 +81,11 @@ class QuarkConfig:
     is_reordered: bool
     cache_scheme: Mapping[str, Any] | None
 
+    def entries(self) -> list[str]:
+        """Return everything that names modules, as "<list>: <entry>"."""
+        named = [f"layer_quant_config: {entry}" for entry in self.patterns.entries]
+        return [*(f"exclude: {entry}" for entry in self.exclude.entries), *named]
+
     def of_module(self, module: str) -> tuple[ConfigSays, LayerConfig]:
         """Return what the config says of a module, and how it is quantized if it is.
 
@@ -102,6 +107,12 @@ class QuarkConfig:
         if name in self.by_class:
             return f"layer_type_quant_config: {name}", self.by_class[name], False
         return "global_quant_config", self.everything, False
+
+
+def matches_entry(entry: str) -> Callable[[str], object]:
+    """Return the test whether an entry names a module."""
+    pattern = Patterns((entry,), with_regexes=True)
+    return lambda module: pattern.first(names_of(module))
 
 
 def parse_config(config: Mapping[str, Any]) -> QuarkConfig:

@@ -41,13 +41,18 @@ from torch import Tensor
 
 from quantload.errors import FormatMismatch, listed
 from quantload.loader.checkpoint import Checkpoint
-from quantload.loader.formats.agreement import ConfigSays, check_agreement, count_entries
+from quantload.loader.formats.agreement import (
+    ConfigSays,
+    about_unused_entries,
+    check_agreement,
+    count_entries,
+)
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.float8 import refuse_lost_scales
 from quantload.loader.formats.module_leaves import refuse_leftovers, refuse_unknown_parts
 from quantload.loader.formats.torchao_affine import affine_quantized, linear_activation
-from quantload.loader.formats.torchao_config import Rule, parse_config
+from quantload.loader.formats.torchao_config import Rule, matches_entry, parse_config
 from quantload.loader.formats.torchao_layouts import float8, int4, int8, intx
 from quantload.loader.formats.torchao_shapes import Layout
 from quantload.loader.formats.torchao_stored import Stored, read_stored
@@ -102,6 +107,9 @@ class TorchaoReader(Reader):
         is_stored = {module: weight.is_quantized for module, weight in found.items()}
         self.warnings += check_agreement(said, is_stored, self.checkpoint.name)
         self.entries = count_entries(said, is_stored)
+        self.warnings += about_unused_entries(
+            self._config.entries(), self.entries, self.checkpoint, matches_entry
+        )
         consumed = (name for weight in found.values() for name in weight.leaves.values())
         refuse_leftovers(self.checkpoint, consumed)
         refuse_unknown_parts(self.checkpoint, found)

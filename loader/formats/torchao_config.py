@@ -18,7 +18,7 @@ Source: torchao 0.18.0 `quantization/quant_api.py` (`_fqn_to_config_handler`), t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,12 @@ class TorchaoConfig:
     default: Rule | None = None
     skipped: frozenset[str] = frozenset()
 
+    def entries(self) -> list[str]:
+        """Return everything that names modules, as "<key>: <entry>"; keys are left off names."""
+        named = [*self.exact, *(entry for entry, _, _ in self.patterns)]
+        skipped = [f"modules_to_not_convert: {entry}" for entry in sorted(self.skipped)]
+        return [*skipped, *(f"fqn_to_config: {entry}" for entry in named)]
+
     def says(self, parameter: str) -> tuple[ConfigSays, Rule | None]:
         """Return what the config says of a parameter, and the rule that it gives it.
 
@@ -104,6 +110,18 @@ class TorchaoConfig:
             if any(pattern.fullmatch(name) for name in (*names, parameter)):
                 return ConfigSays(rule is not None, entry), rule
         return ConfigSays(self.default is not None, "default"), self.default
+
+
+def matches_entry(entry: str) -> Callable[[str], object]:
+    """Return the test whether an entry of a config names a module, or its weight."""
+    if entry.startswith("re:"):
+        pattern = re.compile(entry[3:])
+        return lambda module: any(
+            pattern.fullmatch(name) for name in (*names_of(module), f"{module}.weight")
+        )
+    return lambda module: (
+        f".{entry}." in f".{module}." or entry in (*names_of(module), f"{module}.weight")
+    )
 
 
 def _runs(module: str) -> Iterator[str]:

@@ -12,9 +12,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quantload import api
-from quantload.accuracy.compare import EndMetrics, compare_outputs
+from quantload.accuracy.compare import (
+    EndMetrics,
+    LayerComparison,
+    ModelComparison,
+    cast_limit,
+    compare_outputs,
+    sum_limit,
+)
 from quantload.errors import NotComparable
 from quantload.progress import Silent
+from quantload.quant.metrics import ErrorSums, error_sums
 
 UP = "model.layers.1.mlp.up_proj"
 SEQUENCES = [[1, 5, 9, 2], [7, 7, 3]]
@@ -209,3 +217,29 @@ class _Fixed(torch.nn.Module):
 def test_logits_that_cannot_be_compared(logits, message):
     with pytest.raises(NotComparable, match=message):
         compare_outputs(_Fixed(torch.zeros(4)), _Fixed(logits), [[1, 2]], Silent())
+
+
+def test_limits():
+    assert cast_limit(torch.bfloat16, torch.bfloat16) == 0.0
+    assert cast_limit(torch.float32, torch.float16) == cast_limit(torch.float16, torch.float32)
+    assert cast_limit(torch.float32, torch.float16) == 2**-8
+    values = torch.randn(64, 64)
+    found = error_sums(values.to(torch.float16), values).relative
+    assert 0 < found < cast_limit(torch.float32, torch.float16)
+    assert sum_limit(4096) > sum_limit(64) > 4 * 2**-7
+
+
+def test_what_exceeds_a_limit():
+    def row(noise, **limits):
+        sums = ErrorSums(noise=noise, signal=1.0, count=1)
+        kinds = {"reference": "", "candidate": ""}
+        return LayerComparison(module="m", weight=sums, **kinds, **limits)
+
+    assert row(0.24).failure == ""
+    assert row(0.26).failure == "weight error 0.51, limit 0.5"
+    assert row(1e-30, weight_limit=0.0).failure == "weight error 1e-15, limit 0"
+    assert row(float("nan")).failure == "weight error nan, limit 0.5"
+    fine, bad = (ModelComparison(layers=(row(noise),)) for noise in (0.0, 1.0))
+    assert (fine.passed, fine.failures) == (True, ())
+    assert (bad.passed, bad.failures) == (False, ("`m`: weight error 1, limit 0.5",))
+    assert not ModelComparison(layers=(), only_in_reference=("x",)).passed

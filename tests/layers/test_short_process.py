@@ -37,7 +37,7 @@ def test_failing_copy_is_replaced_by_a_run_here():
         "here = os.getpid()\n"
         "def find(fail):\n"
         "    return fail() if os.getpid() != here else 'found'\n"
-        "for fail in (lambda: os._exit(3), lambda: 1 / 0, lambda: find):\n"
+        "for fail in (lambda: os._exit(3), lambda: 1 / 0, lambda: lambda: 1):\n"
         "    print(run_apart(lambda: find(fail)))\n"
         "run_apart(lambda: {}['this'])"
     )

@@ -2,19 +2,23 @@
 
 import json
 import random
+import re
+import shutil
 import time
 
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
 import torch
+from click.testing import CliRunner
 from constant_weights import INT4_ARGUMENTS, ct_config, plain
 from fp8_files import opened, write
 from int_packing import awq_tensors, random_parts, values_of
 from safetensors.torch import load_file, save_file
 
 import quantload
-from quantload.accuracy.compare import LayerComparison
+from quantload.accuracy.compare import LayerComparison, sum_limit
+from quantload.cli import main
 from quantload.cli_compare import comparison_json, comparison_markdown
 from quantload.errors import MissingTensor
 from quantload.loader.formats.compressed_tensors import encode
@@ -221,9 +225,37 @@ def test_br106_cross_tool_tolerance():
     halves = ((x[:, :2048] @ w[:, :2048].T) + (x[:, 2048:] @ w[:, 2048:].T)).float()
     doubled = w.clone()
     doubled[0] *= 2
-    bound = 4 * torch.finfo(torch.bfloat16).eps
+    bound = sum_limit(4096)
     assert error_sums(halves, y).relative < bound
     assert error_sums((x @ doubled.T).float(), y).relative > bound
+
+
+def test_br106_compare_has_a_verdict(tmp_path):
+    """One default limit: sums in another order pass, one doubled scale of a layer fails."""
+    folder = tiny.llama(tmp_path / "in", layers=1)
+    quantload.convert(folder, tmp_path / "q", "W4A16:g32")
+    shutil.copytree(tmp_path / "q", tmp_path / "same")
+    shutil.copytree(tmp_path / "q", tmp_path / "doubled")
+    file = tmp_path / "doubled" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight_scale"][0] *= 2
+    save_file(tensors, file)
+    ids = [list(range(32))]
+    compared = {
+        name: quantload.compare(tmp_path / "q", tmp_path / name, sequences=ids, device="cpu")
+        for name in ("same", "doubled")
+    }
+    assert compared["same"].passed
+    assert not compared["doubled"].passed
+    (failure,) = compared["doubled"].failures
+    assert re.match(
+        r"`model.layers.0.mlp.up_proj`: weight error .*, limit 0; output error", failure
+    )
+    assert quantload.compare(folder, tmp_path / "q", sequences=ids, device="cpu").passed
+    for name, status in (("same", 0), ("doubled", 1)):
+        done = CliRunner().invoke(main, ["compare", str(tmp_path / "q"), str(tmp_path / name)])
+        assert done.exit_code == status, done.output
+        assert ("FAILED" in done.output) is bool(status)
 
 
 def test_br106_weights_are_compared_exactly(tmp_path):

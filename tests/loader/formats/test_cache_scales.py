@@ -1,11 +1,21 @@
 """Names of cache scales, and the five spellings of a public case."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
+import torch
+from faults import mutations
 from truth import CHECKPOINTS
 
-from quantload.loader.formats.cache_scales import usual_cache_name, with_usual_cache_names
+from quantload.loader.checkpoint import Checkpoint, TensorEntry
+from quantload.loader.formats import open_source
+from quantload.loader.formats.cache_scales import (
+    about_cache_scales,
+    usual_cache_name,
+    with_usual_cache_names,
+)
 from quantload.loader.open import open_checkpoint
 
 CASE = CHECKPOINTS.parent / "cases" / "BR069-kv-scale-names"
@@ -43,3 +53,58 @@ def test_five_spellings_of_one_scale():
         for layer, scales in expected["kv_scales"].items():
             for kind, value in scales.items():
                 assert checkpoint.read(f"{layer}.self_attn.{kind}").item() == value, name
+
+
+ATTENTION = "model.layers.{}.self_attn"
+STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+def _with_scales(*left_out):
+    names = ["vision.layers.0.attn.k_proj.weight"]
+    for layer in range(2):
+        attention = ATTENTION.format(layer)
+        names += [f"{attention}.k_proj.weight", f"{attention}.k_scale", f"{attention}.v_scale"]
+    return _checkpoint(name for name in names if not name.endswith(left_out or ("!",)))
+
+
+def _checkpoint(names):
+    tensors = {n: TensorEntry(n, torch.float32, (), Path("x"), 0, 4) for n in names}
+    return Checkpoint("x", Path(), {}, tensors)
+
+
+def test_all_scales_are_there():
+    assert about_cache_scales(_with_scales(), STATIC) == []
+    assert about_cache_scales(_with_scales("_scale"), None) == []
+    assert about_cache_scales(_with_scales("_scale"), {**STATIC, "dynamic": True}) == []
+
+
+@pytest.mark.parametrize(
+    ("left_out", "expected"),
+    [
+        (("1.self_attn.k_scale",), "1 scales .* `model.layers.1.self_attn.k_scale`, in `x`"),
+        (("1.self_attn.k_scale", "1.self_attn.v_scale"), "2 scales .*k_scale`, .*1.*v_scale`, in"),
+        (("v_scale",), "2 scales .* `model.layers.0.self_attn.v_scale`, .*1.self_attn.v_scale`"),
+        (("_scale",), "cached with fixed scales, but there is none in `x`"),
+    ],
+)
+def test_missing_scales_are_told(left_out, expected):
+    (told,) = about_cache_scales(_with_scales(*left_out), STATIC)
+    assert re.search(expected, told)
+    assert told.endswith("engines take 1")
+
+
+def test_deleted_scale_of_a_real_checkpoint_is_told(tmp_path):
+    places = sorted(CHECKPOINTS.glob("*/nano-llama-FP8-kv"))
+    if not places:
+        pytest.skip("no shared checkpoints")
+    for number, place in enumerate(places):
+        names = open_checkpoint(place).tensors
+        chosen = next(
+            n for n in names if (usual_cache_name(n) or n).endswith("layers.0.self_attn.v_scale")
+        )
+        damaged = mutations(place, tmp_path / str(number), only={chosen})
+        folder = next(copy for description, copy in damaged if description.startswith("delete"))
+        assert not [w for w in open_source(open_checkpoint(place)).warnings if "cache" in w]
+        told = [w for w in open_source(open_checkpoint(folder)).warnings if "key-value cache" in w]
+        assert len(told) == 1
+        assert "layers.0.self_attn.v_scale" in told[0]

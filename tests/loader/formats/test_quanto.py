@@ -228,6 +228,23 @@ def test_a_config_of_transformers(tmp_path):
     leaves, expected = rows8((8, 64))
     source = read(write(tmp_path / "model", named(Q, leaves), None, content=content))
     assert torch.equal(source.read_weight(Q).dequantize(), expected)
+    assert not source.warnings
+
+
+def test_a_config_of_transformers_with_an_entry_that_matches_nothing(tmp_path):
+    leaves, _ = rows8((8, 64))
+    said = {
+        "quant_method": "quanto",
+        "weights": "int8",
+        "modules_to_not_convert": ["gate", "q_proj"],
+    }
+    content = {"model_type": "llama", "quantization_config": said}
+    source = read(write(tmp_path / "a", named(Q, leaves), None, content=content))
+    (told,) = source.warnings
+    assert "match no module: `modules_to_not_convert: gate`, in" in told
+    said["modules_to_not_convert"] = ["("]
+    with pytest.raises(FormatMismatch, match="expected a list of names or regular expressions"):
+        read(write(tmp_path / "b", named(Q, leaves), None, content=content))
 
 
 # -- errors ------------------------------------------------------------------------------------

@@ -166,7 +166,8 @@ def test_the_config_of_a_module(tmp_path):
         f"{block}.mlp.down_proj": "layer_quant_config: model.layers.0.mlp.down_proj",
         "model.embed_tokens": "layer_type_quant_config: Embedding",
     }
-    assert not source.warnings
+    (told,) = source.warnings
+    assert r"match no module: `exclude: re:model\.visual\.`, in" in told
 
 
 def test_excluded_but_quantized(tmp_path):
