@@ -61,7 +61,7 @@ def fp8_layers_load(subject: Subject) -> Iterator[Finding]:
     for weight, scheme, _ in subject.quantized():
         assert scheme.weight is not None, "only quantized weights are asked about"
         found = expected = ""
-        if not any(leaf.endswith("weight_scale_inv") for leaf in weight.leaves):
+        if not any(leaf.endswith("scale_inv") or leaf == "scale" for leaf in weight.leaves):
             found, expected = f"scales in {listed(weight.leaves)}", "a tensor `weight_scale_inv`"
         elif scheme.weight.granularity == "channel":
             found, expected = "one scale a row", "one scale a block, or one of the tensor"
