@@ -320,3 +320,14 @@ def test_routers_are_listed_as_not_quantized(tmp_path, model_type, original):
     assert {f"model.layers.{layer}.{block}.gate" for layer in range(2)} <= ignored
     assert "lm_head" in ignored
     assert not any("experts" in name or "norm" in name or "embed" in name for name in ignored)
+
+
+def test_experts_are_compared_one_by_one(tmp_path):
+    folder = saved("mixtral", tmp_path / "source")
+    output = converted(folder, tmp_path / "out", "W8A16:g32")
+    for pair in ((folder, output), (output, folder)):
+        layers = {layer.module: layer for layer in api.compare(*pair).layers}
+        experts = [layer for module, layer in layers.items() if ".experts." in module]
+        assert len(experts) == 2 * E * 3
+        assert all(0 < layer.weight.relative < 0.01 for layer in experts)
+        assert "model.layers.0.block_sparse_moe.gate" in layers
