@@ -197,7 +197,8 @@ def _explained(repo: str) -> Iterator[None]:
 
     # What goes wrong on the way is an error of the HTTP library or of the system.
     transport: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
-    failed = (*transport, ValueError, RuntimeError)  # RuntimeError: while a file is sent
+    # RuntimeError: while a file is sent
+    failed: tuple[type[BaseException], ...] = (*transport, ValueError, RuntimeError)
     resume = "run the same command again; what has arrived is not sent again"
     try:
         yield
