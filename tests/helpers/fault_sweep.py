@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fault_layouts import INDEX, layout_mutations
 from faults import mutations
 from gguf_faults import gguf_mutations
 from torch import Tensor
@@ -126,6 +127,9 @@ def _faults(place: Path, temporary: Path, names: str, step: int) -> Iterator[tup
         yield from gguf_mutations(place, temporary, choose, step=step)
         return
     found = open_checkpoint(place).tensors
+    if (place / INDEX).exists() or not any(place.glob("*.safetensors")):
+        yield from layout_mutations(place, temporary, only=choose(found), step=step)
+        return
     yield from mutations(place, temporary, only=choose(found), hidden=True, step=step)
 
 

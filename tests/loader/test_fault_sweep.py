@@ -5,6 +5,7 @@ slow ones. What no reader can see is counted: see `HIDDEN` of the helper.
 """
 
 import pytest
+from fault_layouts import pickled, sharded
 from fault_sweep import HIDDEN, sweep, sweepable, table
 from truth import CHECKPOINTS
 
@@ -28,6 +29,27 @@ def test_a_few_faults(tool):
             assert sum(found.counts.values()) >= 2
             return
     pytest.skip("nothing that is read")
+
+
+SMALL = [
+    "llmcompressor-0.14*/nano-llama-W4A16",
+    "compressed-tensors-0.20*/*",
+    "gptqmodel-*/*",
+    "autoawq-*/*",
+    "amd-quark-*/*",
+    "nvidia-modelopt-*/*",
+]
+
+
+@pytest.mark.parametrize("laid_out", [sharded, pickled])
+@pytest.mark.parametrize("pattern", SMALL)
+def test_a_few_faults_in_other_layouts(tmp_path, pattern, laid_out):
+    places = [place for place in sweepable(pattern) if place.is_dir()]
+    place = min(places, key=_size)
+    found = sweep(laid_out(place, tmp_path / place.name), step=STEP)
+    assert not found.skipped
+    check(found)
+    assert sum(found.counts.values()) >= 2
 
 
 @pytest.mark.slow
