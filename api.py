@@ -228,10 +228,8 @@ def parse_device(device: str | torch.device | None) -> torch.device:
     Raises:
         ConfigError: There is no such device here.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(device)
+        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ConfigError(f"unknown device: `{device}`, expected `cpu` or `cuda`") from error
     if found.type == "cuda" and not torch.cuda.is_available():
