@@ -13,7 +13,6 @@ from typing import Any
 from quantload.loader.formats.target import Target
 from quantload.loader.model_dtype import DTYPE_NAMES
 from quantload.loader.output_files import OutputFile, OutputTensor, assign_files
-from quantload.loader.plan_accounting import Accounting, account_for
 from quantload.loader.plan_choice import agree_in_blocks, choose, kind_of
 from quantload.loader.plan_config import output_config
 from quantload.loader.plan_groups import settle_groups
@@ -77,11 +76,6 @@ class Plan:
     def output_bytes(self) -> int:
         """Exact bytes of all weight files together, headers included."""
         return sum(file.num_bytes for file in self.files)
-
-    @property
-    def accounting(self) -> Accounting:
-        """What becomes of every byte of the source."""
-        return account_for(self.source, self.rows, self.plain)
 
 
 def make_plan(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from quantload.errors import counted, listed
 from quantload.loader.formats.compressed_tensors_arguments import PACKED, written_format
 from quantload.loader.plan_row import PlanRow
-from quantload.loader.source import Source
+from quantload.loader.source import Source, is_of_input
 from quantload.mappers.facts import ModelFacts
 from quantload.quant.rules import QuantConfig
 from quantload.quant.scheme import Scheme
@@ -128,7 +128,7 @@ def about_input_scales(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
         for module, weight in source.weights.items()
         if module not in kept
         for leaf, name in weight.leaves.items()
-        if "input" in leaf or "activation" in leaf
+        if is_of_input(leaf)
     }
     if not dropped:
         return []

@@ -198,6 +198,11 @@ class Source:
         return self.checkpoint.read(tensor_name)
 
 
+def is_of_input(leaf: str) -> bool:
+    """True if a leaf of a module is about the fixed scale of its input."""
+    return leaf.endswith(tuple(_INPUT_LEAVES))
+
+
 def as_parameter(matrix: Tensor, weight: SourceWeight) -> Tensor:
     """Turn a decoded weight [N, K] or [E * N, K] into the shape of its parameter."""
     if weight.experts:

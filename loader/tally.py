@@ -1,6 +1,7 @@
 """Where the bytes of a source go: quantized, copied, decoded to full precision, or dropped.
 
-Each stored tensor is counted once; together they are the source, and that is asserted.
+Each stored byte is counted once; together they are the source, and that is asserted. A tensor that
+holds the weights of many experts is shared out to them.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from quantload.loader.plan import Plan, PlanRow
+from quantload.loader.source import is_of_input
 
 Use = Literal["quantized", "copied", "decoded", "dropped"]
 USES: tuple[Use, ...] = ("quantized", "copied", "decoded", "dropped")
+Fate = tuple[Use, str]  # and the reason, for people
+INPUT_SCALES = "fixed input scale of the source's own scheme"
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Tally:
     """
 
     total: int
-    reasons: Mapping[tuple[Use, str], tuple[int, int | None]]
+    reasons: Mapping[Fate, tuple[int, int | None]]
 
     def of(self, use: Use) -> int:
         """Return the bytes of one use."""
@@ -38,20 +43,17 @@ class Tally:
 def tally(plan: Plan) -> Tally:
     """Say what becomes of every tensor of a source."""
     tensors = plan.source.checkpoint.tensors
-    uses: dict[str, tuple[Use, str]] = {}
-    for name, use, reason in _uses(plan):
-        known = uses.get(name)
-        # a weight that two modules share (a head that was tied) counts as what is done most to it
-        if known is None or USES.index(use) < USES.index(known[0]):
-            uses[name] = use, reason
-    sizes: Counter[tuple[Use, str]] = Counter()
-    counts: Counter[tuple[Use, str]] = Counter()
+    fates = _fates(plan)
+    lost = set(tensors) - set(fates)
+    assert not lost, f"the plan says nothing of {sorted(lost)[:3]}"
+    sizes: Counter[Fate] = Counter()
+    counts: Counter[Fate] = Counter()
     for name, entry in tensors.items():
-        became = uses.get(name, ("dropped", "part of no weight that is written"))
-        sizes[became] += entry.num_bytes
-        counts[became] += 1
-    reasons: dict[tuple[Use, str], tuple[int, int | None]] = {
-        use: (sizes[use], counts[use]) for use in sorted(sizes, key=_order)
+        shares = _shares(entry.num_bytes, fates[name])
+        sizes.update(shares)
+        counts[max(shares, key=lambda fate: shares[fate])] += 1
+    reasons: dict[Fate, tuple[int, int | None]] = {
+        fate: (sizes[fate], counts[fate]) for fate in sorted(sizes, key=_order)
     }
     left_out = plan.source.dropped
     reasons |= {("dropped", reason): (size, None) for reason, size in left_out.items()}
@@ -63,16 +65,36 @@ def tally(plan: Plan) -> Tally:
     return found
 
 
-def _order(use: tuple[Use, str]) -> tuple[int, str]:
+def _fates(plan: Plan) -> dict[str, dict[str, Fate]]:
+    """Return what becomes of each tensor of the source, for every weight that is a part of it."""
+    fates: dict[str, dict[str, Fate]] = {}
+    for name, weight, use, reason in _uses(plan):
+        known = fates.setdefault(name, {}).get(weight)
+        # a weight that two modules read (a head that was tied) counts as what is done most to it
+        if known is None or USES.index(use) < USES.index(known[0]):
+            fates[name][weight] = use, reason
+    return fates
+
+
+def _shares(num_bytes: int, fates: Mapping[str, Fate]) -> dict[Fate, int]:
+    """Share the bytes of a tensor out to the weights, equal in size, that are parts of it."""
+    weights = Counter(fates.values())
+    bounds = [num_bytes * end // weights.total() for end in accumulate(weights.values(), initial=0)]
+    return {
+        fate: stop - start for fate, (start, stop) in zip(weights, pairwise(bounds), strict=True)
+    }
+
+
+def _order(use: Fate) -> tuple[int, str]:
     return USES.index(use[0]), use[1]
 
 
-def _uses(plan: Plan) -> Iterator[tuple[str, Use, str]]:
-    """Yield (tensor of the source, what becomes of it, why)."""
+def _uses(plan: Plan) -> Iterator[tuple[str, str, Use, str]]:
+    """Yield (tensor of the source, weight that is a part of it, what becomes of that, why)."""
     weights = plan.source.weights
     for row in plan.rows:
         if row.read_from not in weights:
-            yield row.read_from, "copied", _reason(row)
+            yield row.read_from, row.read_from, "copied", _reason(row)
             continue
         weight = weights[row.read_from]
         use: Use = "copied"
@@ -80,13 +102,14 @@ def _uses(plan: Plan) -> Iterator[tuple[str, Use, str]]:
             use = "quantized"
         elif row.scheme is None and weight.is_quantized:
             use = "decoded"
+        keeps_inputs = row.keeps_values and any(is_of_input(t.name) for t in row.outputs)
         for leaf, name in weight.leaves.items():
-            if not row.keeps_values and ("input" in leaf or "activation" in leaf):
-                yield name, "dropped", "fixed input scale of the source's own scheme"
+            if is_of_input(leaf) and not keeps_inputs:
+                yield name, weight.module, "dropped", INPUT_SCALES
             else:
-                yield name, use, _reason(row)
+                yield name, weight.module, use, _reason(row)
     for tensor in plan.plain:
-        yield tensor.source, "copied", "norms, biases and other small tensors"
+        yield tensor.source, tensor.source, "copied", "norms, biases and other small tensors"
 
 
 def _reason(row: PlanRow) -> str:
