@@ -31,7 +31,10 @@ def parse_size(text: str) -> int:
 
 
 # What is about one run, not about what is written.
-_ONLY_ON_THE_COMMAND_LINE = {"config", "rule", "scheme", "plan", "json", "quiet", "all", "push"}
+_ONLY_ON_THE_COMMAND_LINE = {
+    *("config", "rule", "scheme", "plan", "json", "quiet", "all", "push"),
+    *("workers", "memory", "device"),
+}
 
 
 def read_rules(config: Path | None, rules: tuple[str, ...]) -> tuple[str | None, list[str]]:

@@ -32,11 +32,13 @@ class Ranks:
         rank: Number of this process.
         size: Number of processes.
         here: Number of processes on this machine.
+        local: Number of this process among these.
     """
 
     rank: int = 0
     size: int = 1
     here: int = 1
+    local: int = 0
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -50,8 +52,8 @@ class Ranks:
         rank, size = _number("RANK", least=0), _number("WORLD_SIZE", least=1)
         if rank >= size:
             raise ConfigError(f"`RANK` is {rank}, expected less than `WORLD_SIZE`, {size}")
-        here = _number("LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in os.environ else 1
-        return cls(rank=rank, size=size, here=here)
+        here = _number("LOCAL_WORLD_SIZE", least=1, missing=1)
+        return cls(rank=rank, size=size, here=here, local=_number("LOCAL_RANK", least=0, missing=0))
 
     @property
     def is_first(self) -> bool:
@@ -132,8 +134,8 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _number(name: str, *, least: int) -> int:
-    text = os.environ[name]
+def _number(name: str, *, least: int, missing: int | None = None) -> int:
+    text = os.environ.get(name, "" if missing is None else str(missing))
     if not text.isdecimal() or int(text) < least:
         raise ConfigError(f"`{name}` is `{text}`, expected a number of at least {least}")
     return int(text)
