@@ -9,7 +9,6 @@ threads, and written to new files by as many threads. The output is removed befo
 lies on a disk is written back by the system while the next runs.
 """
 
-
 from __future__ import annotations
 
 import argparse

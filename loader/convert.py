@@ -7,7 +7,7 @@ of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from quantload.errors import OutputError
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.checksum import WORD
 from quantload.loader.convert_task import TaskRunner
+from quantload.loader.growing_digests import GrowingDigests
 from quantload.loader.manifest import MANIFEST, manifest
 from quantload.loader.model_card import CARD, model_card
 from quantload.loader.plan import Plan
@@ -74,10 +75,12 @@ def _write(
         if ranks.is_first and not files.create():
             staging.forget()
         ranks.wait()
-        _work(plan, files, staging, progress, resources, ranks)
-        ranks.wait()
-        if ranks.is_first:
-            _write_side_files(plan, files, threads=resources.threads())
+        with GrowingDigests(files, threads=resources.threads()) as digests:
+            _work(plan, files, staging, progress, resources, ranks, digests)
+            ranks.wait()
+            if ranks.is_first:
+                known = digests.finish(everything=ranks.size > 1)
+                _write_side_files(plan, files, known, threads=resources.threads())
 
 
 def _work(
@@ -87,6 +90,7 @@ def _work(
     progress: Progress,
     resources: Resources,
     ranks: Ranks,
+    digests: GrowingDigests,
 ) -> None:
     noted = staging.finished_tasks()
     share = share_of(tasks_of(plan), ranks.rank, ranks.size)
@@ -100,13 +104,18 @@ def _work(
         with files_kept_open(), closing(RowReader(resources.device)) as reader:
             yield partial(do, TaskRunner(WeightRows(plan, reader), files))
 
+    def finished(task: Task) -> None:
+        if ranks.size == 1:
+            digests.add(output.name for output in task.outputs)
+        progress.advance(task.source_bytes, note=_note(task))
+
     progress.start("convert", total=sum(task.source_bytes for task in share), unit="B")
     work_through(
         share,
         worker,
         threads=resources.threads(processes=ranks.here),
         memory=resources.memory,
-        finished=lambda task: progress.advance(task.source_bytes, note=_note(task)),
+        finished=finished,
     )
     progress.finish()
 
@@ -120,13 +129,15 @@ def _note(task: Task) -> str:
     return task.copied.name if task.copied is not None else task.rows[0].module
 
 
-def _write_side_files(plan: Plan, files: OutputFiles, *, threads: int) -> None:
+def _write_side_files(
+    plan: Plan, files: OutputFiles, digests: Mapping[str, str], *, threads: int
+) -> None:
     copy_side_files(plan.source.checkpoint, files.folder)
     files.write_text(CARD, model_card(plan))
     for name, content in {"config.json": plan.config, **plan.config_files}.items():
         files.write_json(name, content)
     files.write_index()
-    files.write_json(MANIFEST, manifest(plan, files.folder, threads=threads))
+    files.write_json(MANIFEST, manifest(plan, files.folder, known=digests, threads=threads))
 
 
 def _check_not_the_source(plan: Plan, folder: Path) -> None:

@@ -48,12 +48,15 @@ class FileCheck:
         return not self.problems
 
 
-def manifest(plan: Plan, folder: Path, *, threads: int = 1) -> dict[str, Any]:
+def manifest(
+    plan: Plan, folder: Path, *, known: Mapping[str, str] | None = None, threads: int = 1
+) -> dict[str, Any]:
     """Describe a finished output: the content of its manifest.
 
     Args:
         plan: What was carried out.
         folder: Holds everything but the manifest.
+        known: sha256 of files that were hashed while they were written.
         threads: Files that are hashed at a time.
 
     Returns:
@@ -62,17 +65,18 @@ def manifest(plan: Plan, folder: Path, *, threads: int = 1) -> dict[str, Any]:
     Raises:
         OutputError: A file cannot be read back.
     """
+    known = known or {}
     names = sorted(_files(folder) - {MANIFEST})
+    others = [name for name in names if name not in known]
     try:
-        digests = sha256_of([folder / name for name in names], threads=threads)
+        digests = sha256_of([folder / name for name in others], threads=threads)
     except OSError as error:
         raise OutputError(
             f"cannot read `{error.filename}` back: {error.strerror or error}"
         ) from error
-    files = {
-        name: {"bytes": size, "sha256": digest}
-        for name, (size, digest) in zip(names, digests, strict=True)
-    }
+    found = dict(zip(others, digests, strict=True))
+    found |= {name: ((folder / name).stat().st_size, digest) for name, digest in known.items()}
+    files = {name: {"bytes": found[name][0], "sha256": found[name][1]} for name in names}
     return {**described(plan), "files": files}
 
 

@@ -72,18 +72,18 @@ def assign_files(
         modules: Tensors of each module, in the order of the output.
         max_bytes: A module larger than this gets a file of its own.
     """
-    files: list[list[OutputTensor]] = [[]]
+    files: list[list[Sequence[OutputTensor]]] = [[]]
     filled = 0
     for tensors in modules:
         size = sum(tensor.num_bytes for tensor in tensors)
         if files[-1] and filled + size > max_bytes:
             files.append([])
             filled = 0
-        files[-1].extend(tensors)
+        files[-1].append(tensors)
         filled += size
     return tuple(
-        _file(_file_name(number, len(files)), tensors)
-        for number, tensors in enumerate(files, start=1)
+        _file(_file_name(number, len(files)), in_file)
+        for number, in_file in enumerate(files, start=1)
     )
 
 
@@ -91,13 +91,16 @@ def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
-    """Lay out one file.
+def _file(name: str, modules: Sequence[Sequence[OutputTensor]]) -> OutputFile:
+    """Lay out one file: the tensors of a module lie together, and modules in the order of the plan.
 
-    Wide dtypes come first, so that every tensor starts at a multiple of its element size, as the
-    safetensors library writes it.
+    A file is then filled from its start to its end, and read so. Every tensor starts at a multiple
+    of its element size; where odd sizes prevent it, wide dtypes come first in the whole file, as
+    the safetensors library writes it.
     """
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    ordered = [tensor for module in modules for tensor in sorted(module, key=_width_first)]
+    if not _are_aligned(ordered):
+        ordered.sort(key=_width_first)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts = {}
     position = 0
@@ -116,6 +119,19 @@ def _file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
         name=name,
         header=first,
         offsets={tensor_name: len(first) + start for tensor_name, start in starts.items()},
-        tensors={tensor.name: tensor for tensor in tensors},
+        tensors={tensor.name: tensor for module in modules for tensor in module},
         num_bytes=len(first) + position,
     )
+
+
+def _width_first(tensor: OutputTensor) -> tuple[int, str]:
+    return -tensor.dtype.itemsize, tensor.name
+
+
+def _are_aligned(tensors: Sequence[OutputTensor]) -> bool:
+    position = 0
+    for tensor in tensors:
+        if position % tensor.dtype.itemsize:
+            return False
+        position += tensor.num_bytes
+    return True

@@ -35,7 +35,6 @@ class Task:
         copied: A tensor that is copied, or cast; None if there are rows.
         source_bytes: Bytes that it reads.
         working_bytes: Memory that it needs.
-        place: File and byte where it begins to read, to go through files in order.
     """
 
     number: int
@@ -43,7 +42,6 @@ class Task:
     copied: OutputTensor | None
     source_bytes: int
     working_bytes: int
-    place: tuple[str, int]
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
@@ -54,7 +52,10 @@ class Task:
 
 
 def tasks_of(plan: Plan) -> list[Task]:
-    """Return the tasks of a plan; the place of a task in the list is its number."""
+    """Return the tasks of a plan, in the order of the output: the place in the list is the number.
+
+    Files are so filled from their start to their end.
+    """
     tasks: list[Task] = []
     for rows in _together(plan):
         tasks.append(
@@ -64,7 +65,6 @@ def tasks_of(plan: Plan) -> list[Task]:
                 copied=None,
                 source_bytes=sum(row.source_bytes for row in rows),
                 working_bytes=max(working_bytes(plan, row) for row in rows),
-                place=_place(plan, rows[0]),
             )
         )
     for tensor in plan.plain:
@@ -77,7 +77,6 @@ def tasks_of(plan: Plan) -> list[Task]:
                 copied=tensor,
                 source_bytes=entry.num_bytes,
                 working_bytes=CHUNK_BYTES if is_raw else 3 * entry.num_bytes,
-                place=(str(entry.file), entry.start),
             )
         )
     return tasks
@@ -96,10 +95,9 @@ def working_bytes(plan: Plan, row: PlanRow) -> int:
 
 def share_of(tasks: Sequence[Task], rank: int, ranks: int) -> list[Task]:
     """Return the tasks of one of several processes: a run of neighbours of about equal bytes."""
-    ordered = sorted(tasks, key=lambda task: task.place)
-    total = sum(task.source_bytes for task in ordered) or 1
+    total = sum(task.source_bytes for task in tasks) or 1
     share, before = [], 0
-    for task in ordered:
+    for task in tasks:
         if min(ranks - 1, before * ranks // total) == rank:
             share.append(task)
         before += task.source_bytes
@@ -163,13 +161,3 @@ def _shares_group_range(row: PlanRow) -> bool:
     if row.scheme is None or row.scheme.weight is None:
         return False
     return row.shares_range and row.scheme.weight.scale == "e4m3"
-
-
-def _place(plan: Plan, row: PlanRow) -> tuple[str, int]:
-    tensors = plan.source.checkpoint.tensors
-    weight = plan.source.weights.get(row.read_from)
-    names = list(weight.leaves.values()) if weight is not None else [row.read_from]
-    entries = [tensors[name] for name in names if name in tensors]
-    largest = max(entries, key=lambda entry: entry.num_bytes)
-    start = largest.start if row.region is None else largest.start + row.region.first
-    return str(largest.file), start

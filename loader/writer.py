@@ -34,7 +34,7 @@ class OutputFiles:
     def __init__(self, folder: Path, files: Sequence[OutputFile], *, final: Path) -> None:
         self.folder = folder
         self.final = final
-        self._files = files
+        self.all = files
         self._place = {name: file for file in files for name in file.tensors}
         self._open: dict[str, int] = {}
         self._opening = threading.Lock()
@@ -50,7 +50,7 @@ class OutputFiles:
         """
         try:
             self._remove_strays()
-            missing = [file for file in self._files if not self._is_created(file)]
+            missing = [file for file in self.all if not self._is_created(file)]
             self._check_room(missing)
             for file in missing:
                 with (self.folder / file.name).open("wb") as stream:
@@ -62,7 +62,7 @@ class OutputFiles:
 
     def _remove_strays(self) -> None:
         """Remove what an earlier run copied: it may be gone from the source."""
-        names = {file.name for file in self._files}
+        names = {file.name for file in self.all}
         for path in self.folder.iterdir():
             if path.name in names:
                 continue
@@ -79,9 +79,9 @@ class OutputFiles:
             return stream.read(len(file.header)) == file.header
 
     def _check_room(self, missing: Iterable[OutputFile]) -> None:
-        there = [file for file in self._files if file not in missing]
+        there = [file for file in self.all if file not in missing]
         written = sum((self.folder / file.name).stat().st_blocks * 512 for file in there)
-        needed = sum(file.num_bytes for file in self._files) - written
+        needed = sum(file.num_bytes for file in self.all) - written
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise OutputError(
@@ -114,7 +114,7 @@ class OutputFiles:
         file = self._place[name]
         position = file.offsets[name] + start
         try:
-            _write_at(self._descriptor(file.name), data, position)
+            _write_at(self.descriptor(file.name), data, position)
         except OSError as error:
             raise self._error(error) from error
         return sum_of_words(data, position)
@@ -126,7 +126,7 @@ class OutputFiles:
         total = 0
         try:
             while left:
-                data = os.pread(self._descriptor(file.name), min(left, _PIECE), position)
+                data = os.pread(self.descriptor(file.name), min(left, _PIECE), position)
                 if not data:
                     break
                 total += sum_of_words(memoryview(data), position)
@@ -148,9 +148,9 @@ class OutputFiles:
 
     def write_index(self) -> None:
         """Write the index of several files; a single one has none."""
-        if len(self._files) < 2:
+        if len(self.all) < 2:
             return
-        total = sum(t.num_bytes for file in self._files for t in file.tensors.values())
+        total = sum(t.num_bytes for file in self.all for t in file.tensors.values())
         weight_map = {name: file.name for name, file in sorted(self._place.items())}
         self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
@@ -160,14 +160,15 @@ class OutputFiles:
             os.close(descriptor)
         self._open.clear()
 
-    def _descriptor(self, name: str) -> int:
+    def descriptor(self, name: str) -> int:
+        """Return the descriptor of an open file."""
         with self._opening:
             if name not in self._open:
                 self._open[name] = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC)
             return self._open[name]
 
     def _error(self, error: OSError) -> OutputError:
-        needed = sum(file.num_bytes for file in self._files)
+        needed = sum(file.num_bytes for file in self.all)
         return output_error(error, self.final, f", {needed} bytes are needed in all")
 
 
