@@ -242,7 +242,9 @@ def disturbed(
         if not places or dice.random() < 0.5:
             at_end = dice.random() < 0.25
             share = plan.output_bytes // processes
-            kill = Kill(end_step=dice.randint(1, 40)) if at_end else Kill(dice.randrange(share))
+            if processes > 1:
+                share = share * 3 // 4  # some write less than others
+            kill = Kill(end_step=dice.randint(1, 18)) if at_end else Kill(dice.randrange(share))
             kills[0 if at_end else one] = kill
         ended = run(plan, output, threads=threads, processes=processes, kills=kills)
         was_killed = -signal.SIGKILL in ended
