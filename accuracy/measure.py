@@ -85,12 +85,16 @@ def measure(part: QuantTensor, values: Tensor, reference: Tensor, *, nearest: bo
         nearest: Count what rounding to nearest does not explain; the weight is then taken in the
             dtype of the arithmetic, since a conversion casts it first.
     """
+    if not has_steps(part.grid):
+        return None
     target = reference
     if nearest and reference.dtype in (torch.float32, torch.float64):
         target = reference.to(part.evaluation.dtype)
     in_one_pass = _measure_compiled(part, values, target, reference.dtype, nearest=nearest)
     if in_one_pass is not None:
-        return in_one_pass
+        return in_one_pass if bool(in_one_pass.noise.isfinite().all()) else None
+    if not bool(values.isfinite().all()):
+        return None
     return _measure_plainly(part, values, target, reference.dtype, nearest=nearest)
 
 
@@ -211,8 +215,8 @@ def _measure_compiled(
     rows = part.shape[0]
     sums, beyond = np.zeros((rows, 5)), np.zeros(rows, np.int64)
     done = compiled.measure_rows(
-        values.to(torch.float32).contiguous().numpy(),
-        target.to(torch.float32).contiguous().numpy(),
+        _floats(values),
+        _floats(target),
         part.codes.contiguous().view(torch.uint8).numpy(),
         (sizes.numpy(), zeros.numpy(), slack.contiguous().numpy()),
         block,
@@ -235,3 +239,10 @@ def _measure_compiled(
         count=values.numel(),
         is_of_reference=target.dtype == source,
     )
+
+
+def _floats(tensor: Tensor) -> np.ndarray:
+    """Return float32 numbers, or the bits of bfloat16 ones."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.uint16).numpy()
+    return tensor.to(torch.float32).contiguous().numpy()

@@ -12,6 +12,8 @@ from numba import njit
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 
 inlined = njit(**_OPTIONS)
+# For sums whose last bits do not matter: several elements at a time.
+in_any_order = njit(fastmath={"reassoc"}, **_OPTIONS)
 
 
 class Kernel:
