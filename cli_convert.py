@@ -48,6 +48,13 @@ if TYPE_CHECKING:
 @click.option("--on-split", type=click.Choice(["error", "keep", "promote"]), default="error")
 @click.option("--max-shard-size", default="5GB", show_default=True)
 @click.option("--layers", default="", metavar="0-1", help="Write a model of these layers only.")
+@click.option(
+    "--observer",
+    type=click.Choice(["minmax", "search"]),
+    default="minmax",
+    show_default=True,
+    help="Scales from the largest values, or those of the least error.",
+)
 @click.option("--lossless", is_flag=True, help="Refuse whatever would change a value.")
 @click.option(
     "--stats", type=click.Path(path_type=Path), help="Statistics of inputs, for static schemes."
@@ -114,6 +121,7 @@ def convert(
             on_split=flags["on_split"],
             max_shard_bytes=parse_size(flags["max_shard_size"]),
             lossless=flags["lossless"],
+            observer=flags["observer"],
             layers=flags["layers"],
             target=target_named(flags["format_name"]),
             stats=_statistics(flags),
@@ -156,7 +164,7 @@ def _resources(flags: dict[str, Any], ranks: Ranks) -> Resources:
     from quantload.loader.workers import Resources
 
     device = api.parse_device(flags["device"])
-    if device.type == "cuda" and device.index is None:
+    if flags["device"] == "cuda":
         device = torch.device("cuda", ranks.local % torch.cuda.device_count())
     return Resources(memory=parse_size(flags["memory"]), workers=flags["workers"], device=device)
 

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from quantload.errors import QuantloadError
 from quantload.loader.plan import Plan, PlanRow
-from quantload.quant.qtensor import QuantTensor
-from quantload.quant.rtn import quantize_rtn
+from quantload.loader.weight_rows import quantize_rows
 
 _SAMPLES = 32  # places of the source that are looked at
 _PIECE = 1 << 20
@@ -324,7 +323,7 @@ def _rate_of_decoding(plan: Plan, row: PlanRow, threads: int) -> float:
 def _quantize(plan: Plan, row: PlanRow, weight: Tensor) -> None:
     assert row.scheme is not None, "only quantized rows are tried"
     assert row.scheme.weight is not None, "rows without a weight scheme have no scheme"
-    quantized: QuantTensor = quantize_rtn(weight.to(row.dtype), row.scheme.weight)
+    quantized = quantize_rows(plan, weight.to(row.dtype), row.scheme.weight, None)
     plan.target.encode(quantized, row.scheme, quantized.shape)
 
 

@@ -10,6 +10,7 @@ from quantload.loader.formats.target import Target
 from quantload.loader.formats.targets import COMPRESSED_TENSORS
 from quantload.loader.plan_groups import OnSplit
 from quantload.loader.stats import InputStatistics
+from quantload.quant.search import Observer
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -24,6 +25,8 @@ class PlanOptions:
         max_shard_bytes: Largest size of one output file's data.
         lossless: Refuse whatever would change a value.
         target: The format that is written.
+        observer: How scales are found: "minmax" from the largest values, as llm-compressor does,
+            or "search" for the least squared error.
         layers: Decoder layers to write, for example "0-1" or "0,5-7"; "" writes all.
         stats: What is known of the inputs of layers, for schemes with fixed input scales.
     """
@@ -33,5 +36,6 @@ class PlanOptions:
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     lossless: bool = False
     target: Target = COMPRESSED_TENSORS
+    observer: Observer = "minmax"
     layers: str = ""
     stats: InputStatistics | None = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from quantload.errors import ConfigError
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.formats.compressed_tensors_lossless import lossless_layout
 from quantload.loader.model_dtype import config_dtype
@@ -16,6 +17,8 @@ from quantload.loader.plan_options import PlanOptions
 from quantload.loader.plan_row import PlanRow
 from quantload.loader.row_reader import region_of
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
+from quantload.quant import search
+from quantload.quant.scheme import Scheme
 
 
 def row_of(choice: Choice, outcome: SplitOutcome, source: Source, options: PlanOptions) -> PlanRow:
@@ -24,6 +27,8 @@ def row_of(choice: Choice, outcome: SplitOutcome, source: Source, options: PlanO
     scheme = outcome.schemes[module]
     keeps_values = choice.keeps_values and scheme == choice.scheme
     dtype = _working_dtype(weight, source, options, is_scale=not is_dense(scheme))
+    if scheme is not None and options.observer == "search" and not keeps_values:
+        _refuse_search(module, scheme)
     if scheme is None or scheme.weight is None:
         name = weight.parameter_name if module == weight.module else f"{module}.weight"
         tensors = [OutputTensor(name, dtype, weight.parameter_shape, weight.parameter_name)]
@@ -51,6 +56,15 @@ def row_of(choice: Choice, outcome: SplitOutcome, source: Source, options: PlanO
         source_bytes=_source_bytes(weight, source),
         region=region_of(weight, source),
     )
+
+
+def _refuse_search(module: str, scheme: Scheme) -> None:
+    reason = "" if scheme.weight is None else search.obstacle(scheme.weight)
+    if reason:
+        raise ConfigError(
+            f"`{module}` cannot be quantized to {scheme} with the observer `search`: {reason}",
+            hint="take the observer `minmax`, or a scheme with a scale for each row or group",
+        )
 
 
 def _source_bytes(weight: SourceWeight, source: Source) -> int:

@@ -14,6 +14,8 @@ from quantload.loader.row_reader import RowReader, pieces
 from quantload.quant.activation import with_input_scale
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scales import merged_range, shared_range
+from quantload.quant.scheme import WeightScheme
+from quantload.quant.search import search_scales
 
 
 @dataclass
@@ -90,7 +92,7 @@ class WeightRows:
         assert row.scheme is not None, "full precision is not quantized"
         assert row.scheme.weight is not None, "full precision is not quantized"
         try:
-            quantized = self.plan.target.quantize(weight, row.scheme.weight, shared=shared)
+            quantized = quantize_rows(self.plan, weight, row.scheme.weight, shared)
         except NonFiniteWeight as error:
             raise NonFiniteWeight(
                 f"weight of `{row.module}` cannot be quantized: {error.message}",
@@ -100,3 +102,13 @@ class WeightRows:
             return quantized
         assert row.scheme.input is not None, "only inputs that are quantized have a number"
         return with_input_scale(quantized, row.scheme.input, row.input_absmax.value)
+
+
+def quantize_rows(
+    plan: Plan, weight: Tensor, scheme: WeightScheme, shared: Tensor | None
+) -> QuantTensor:
+    """Quantize some rows of a weight as the target and the observer of a plan say."""
+    quantized = plan.target.quantize(weight, scheme, shared=shared)
+    if plan.options.observer == "minmax":
+        return quantized
+    return search_scales(weight, quantized, scheme)

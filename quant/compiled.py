@@ -126,6 +126,76 @@ def measure_rows(*arguments: Any) -> bool:  # noqa: ANN401 - arrays and numbers
     return True
 
 
+def search_blocks(  # noqa: PLR0913 - what the loops need
+    blocks: Tensor,
+    read: Tensor,
+    counts: Tensor | None,
+    scales: Tensor,
+    zeros: Tensor | None,
+    *,
+    grid: Grid,
+    forms: tuple[torch.dtype, torch.dtype, torch.dtype],
+    moves: tuple[int, ...],
+    limits: tuple[float, float],
+    fits: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Search the scales of blocks, as `search` does.
+
+    Args:
+        blocks: [B, E] float32, each with one scale.
+        read: [B, E] float32, what a reader makes of the codes.
+        counts: [B, E] float32, what an error counts; None counts all alike.
+        scales: [B, C] float32, tried in this order, first what the codes have.
+        zeros: [B, 1] float32, or None.
+        grid: Of the codes.
+        forms: dtypes to which a reader rounds values, in which scales are stored, and to which
+            scales are rounded before that.
+        moves: What is added to zero points.
+        limits: Factor of the error of the codes that others stay below; the smallest error.
+        fits: How often a scale is fitted to codes.
+
+    Returns:
+        Of what was chosen codes [B, E] uint8, which scale [B] int32 (C for a fitted one, -1 for
+        none, where codes mean nothing), scale [B] and zero point [B] float32. None as for
+        `quantize`.
+    """
+    is_known = (grid.is_integer or grid in _FLOAT_GRIDS) and blocks.device.type == "cpu"
+    many = blocks.numel() * (scales.shape[1] * len(moves) + 2 * fits)
+    if not is_known or not many or not _is_worth_it(many // 8) or _modules() is None:
+        return None
+    from quantload.quant import compiled_search as loops
+
+    lanes, count = loops.LANES, len(blocks)
+    tiles = _tiles(blocks, lanes)
+    codes = torch.empty(tiles.shape, dtype=_BYTE)
+    places = torch.empty(len(tiles), lanes, dtype=torch.int32)
+    chosen = torch.unflatten(_tiles(scales, lanes), 1, (-1, lanes)).transpose(0, 1).contiguous()
+    zero = _tiles(blocks.new_zeros(count, 1) if zeros is None else zeros, lanes).clone()
+    loops.search_tiles(
+        tiles.numpy(),
+        _tiles(read, lanes).numpy(),
+        (tiles[:, :0] if counts is None else _tiles(counts, lanes)).numpy(),
+        chosen.numpy(),
+        zero.numpy(),
+        np.array(moves, np.float32),
+        codes.numpy(),
+        places.numpy(),
+        _floats(grid.low, grid.high, *limits),
+        tuple(_array(torch.zeros(1, dtype=form))[0] for form in forms),
+        fits,
+        np.empty((3, tiles.shape[1]), np.float32),
+        _tag(grid),
+    )
+    codes = torch.unflatten(codes, 1, (-1, lanes)).transpose(1, 2).flatten(0, 1)[:count]
+    return codes, places.flatten()[:count], chosen[0].flatten()[:count], zero.flatten()[:count]
+
+
+def _tiles(blocks: Tensor, lanes: int) -> Tensor:
+    """Lay blocks [B, E] side by side: [T, E * lanes], the last filled with zeros."""
+    blocks = torch.nn.functional.pad(blocks, (0, 0, 0, -len(blocks) % lanes))
+    return torch.unflatten(blocks, 0, (-1, lanes)).transpose(1, 2).flatten(1)
+
+
 def _has_loop(weight: Tensor, scheme: WeightScheme, shared: Tensor | None) -> bool:
     grid = scheme.grid
     has_own_scales = scheme.scale == "float" and shared is None

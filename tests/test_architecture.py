@@ -85,7 +85,7 @@ OPTIONS = {
     "convert": {
         *("source", "output", "--scheme", "--rule", "--config", "--group-size", "--dtype"),
         *("--on-split", "--max-shard-size", "--plan", "--no-verify", "--all", "--lossless"),
-        *("--stats", "--input-absmax"),
+        *("--stats", "--input-absmax", "--observer"),
         *("--trust-remote-code", "--json", "--quiet", "--check-tp", "--push", "--private"),
         *("--format", "--layers", "--workers", "--memory", "--device"),
     },
