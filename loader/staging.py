@@ -162,12 +162,14 @@ class Staging:
             file.unlink()
 
     def finish(self) -> Path:
-        """Give the output its name."""
+        """Give the output its name, after all of it is on the disk."""
         try:
             if not self.is_complete:
+                _sync(self.checkpoint)
                 (self.home / "plan.json").rename(self.home / "finished")
             if self.checkpoint.exists():
                 self.checkpoint.rename(self.folder)  # replaces an empty folder
+                _sync_one(self.folder.parent)
             self._remove_home()
         except OSError as error:
             raise output_error(error, self.folder) from error
@@ -322,3 +324,20 @@ def output_error(error: OSError, folder: Path, more: str = "") -> OutputError:
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     hint = "make room and run the same command again: it continues" if is_full else ""
     return OutputError(f"cannot write `{folder}`: {error.strerror or error}{more}", hint=hint)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until everything in a folder is on the disk: a name may not outlive its bytes."""
+    for path in [*folder.rglob("*"), folder]:
+        _sync_one(path)
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that has nothing to wait for
+            raise
+    finally:
+        os.close(descriptor)

@@ -358,3 +358,24 @@ def test_a_journal_that_cannot_be_written(tmp_path):
         staging.begin()
         (staging.home / "done-0").mkdir()
         staging.note(0, 1)
+
+
+def test_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
+    steps, fsync, rename = [], os.fsync, Path.rename
+
+    def synced(descriptor):
+        steps.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(path, target):
+        steps.append(f"{path.name} to {Path(target).name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    _finish(tmp_path / "out")
+    steps = steps[steps.index("config.json") :]
+    assert steps == [
+        *("config.json", "checkpoint", "plan.json to finished", "checkpoint to out"),
+        tmp_path.name,
+    ]
