@@ -364,7 +364,7 @@ def test_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch
     steps, fsync, rename = [], os.fsync, Path.rename
 
     def synced(descriptor):
-        steps.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        steps.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
         fsync(descriptor)
 
     def renamed(path, target):
