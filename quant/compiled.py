@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -19,15 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantload.quant.grid import E2M1, E2M3, E4M3, Grid
-from quantload.quant.scales import minmax_scale
+from quantload.quant.compiled_arguments import (
+    EXPONENTS,
+    FLOAT_GRIDS,
+    FORMS,
+    LIKE,
+    array_of,
+    blocks_of,
+    bytes_of,
+    floats,
+    order_of,
+    tag_of,
+)
+from quantload.quant.grid import E2M3, E4M3, Grid
 from quantload.quant.scheme import WeightScheme
 
 _WORTH_STARTING = 1 << 24  # elements
-# what loops call the dtypes, and their mantissa bits and exponent bias
-_FORMS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
-_FLOAT_GRIDS: dict[Grid, np.generic] = {E4M3: np.uint8(0), E2M1: np.uint16(0), E2M3: np.uint32(0)}
-_EXPONENTS = {torch.bfloat16: (7, 127), torch.float16: (10, 15), torch.float32: (23, 127)}
 _BYTE = torch.uint8
 _BITS = range(2, 8)  # of 1 bit there is no loop, 8 bits need none
 Quantized = tuple[Tensor, Tensor, Tensor | None]  # codes, scales, zero points
@@ -41,11 +49,16 @@ def start() -> bool:
     return _modules() is not None
 
 
+def expect(elements: int) -> None:
+    """Tell how many elements are to come: for many of them numba starts at once."""
+    _is_worth_it(elements)
+
+
 def quantize(
     weight: Tensor,
     scheme: WeightScheme,
     *,
-    shared: Tensor | None = None,
+    given: Tensor | None = None,
     outer: Tensor | None = None,
 ) -> Quantized | None:
     """Quantize a weight to the nearest codes, as `rtn.round_to_nearest` does.
@@ -53,8 +66,8 @@ def quantize(
     Args:
         weight: [N, K] float dtype.
         scheme: Grid, granularity, symmetry and kind of scales.
-        shared: [2] smallest and largest value of everything that shares one scale of the tensor,
-            in the weight's dtype; only for granularity "tensor".
+        given: [1, 1] the scale of the tensor, in the weight's dtype; None computes it. Only for
+            granularity "tensor".
         outer: [1] float32, the global scale; only for e4m3 scales.
 
     Returns:
@@ -63,20 +76,72 @@ def quantize(
         need a finite range to tell. None if there is no loop for this weight and scheme, if numba
         cannot be used, or is not worth its start yet.
     """
-    if not _has_loop(weight, scheme, shared) or not _is_worth_it(weight.numel()):
+    loops = _loops_for(weight, scheme, given)
+    if loops is None:
+        return None
+    weight = weight.detach().contiguous()
+    if scheme.scale == "e8m0":
+        return _with_powers_of_two(loops, weight, scheme)
+    if scheme.scale == "e4m3":
+        assert outer is not None, "e4m3 scales have a global scale"
+        limits = (scheme.grid.high, outer.item(), E4M3.high)
+        return _with_e4m3_scales(loops.quantize_e4m3_scales, weight, scheme, limits)
+    if given is not None:
+        return _with_one_scale(loops, weight, scheme, given)
+    forms, eps = (weight.dtype, weight.dtype, torch.float32), torch.finfo(weight.dtype).eps
+    return _with_own_scales(loops, weight, scheme, forms, (eps, 0.0))
+
+
+def quantize_on_stored_scales(
+    weight: Tensor,
+    scheme: WeightScheme,
+    *,
+    scale_dtype: torch.dtype,
+    given: Tensor | None = None,
+    outer: Tensor | None = None,
+) -> Quantized | None:
+    """Quantize a weight to the nearest codes, as the function of this name in `stored_scales` does.
+
+    Args:
+        weight: [N, K] float dtype.
+        scheme: Grid, granularity and symmetry; scales that are floats or e4m3.
+        scale_dtype: dtype of float scales: float32 or float16.
+        given: [1, 1] the scale of the tensor as it is stored; only for granularity "tensor".
+        outer: [1] float32, multiplies e4m3 scales.
+
+    Returns:
+        As `quantize`.
+    """
+    loops = _loops_for(weight, scheme, given)
+    if loops is None:
+        return None
+    weight = weight.detach().contiguous()
+    if scheme.scale == "e4m3":
+        assert outer is not None, "e4m3 scales have a scale for the tensor"
+        limits = (scheme.grid.high, outer.item(), E4M3.high, 2.0**-9)
+        return _with_e4m3_scales(loops.quantize_e4m3_multipliers, weight, scheme, limits)
+    if given is not None:
+        return _with_one_scale(loops, weight, scheme, given, arithmetic=torch.float32)
+    is_half, finfo = scale_dtype == torch.float16, torch.finfo(scale_dtype)
+    through = weight.dtype if is_half and weight.dtype == torch.bfloat16 else torch.float32
+    special = finfo.eps, finfo.smallest_normal if is_half else 0.0
+    forms = scale_dtype, torch.float32, through
+    return _with_own_scales(loops, weight, scheme, forms, special, is_guarded=True)
+
+
+def find_range(weight: Tensor) -> Tensor | None:
+    """Return the smallest and largest value of a weight [N, K]: [2], in its dtype.
+
+    Both are NaN where one is. None as for `quantize`.
+    """
+    if not _is_read(weight) or not _is_worth_it(weight.numel()):
         return None
     modules = _modules()
     if modules is None:
         return None
-    weight = weight.detach().contiguous()
-    if scheme.scale == "e8m0":
-        return _with_powers_of_two(modules[0], weight, scheme)
-    if scheme.scale == "e4m3":
-        assert outer is not None, "e4m3 scales have a global scale"
-        return _with_e4m3_scales(modules[0], weight, scheme, outer)
-    if scheme.granularity == "tensor" and shared is not None:
-        return _with_one_scale(modules[0], weight, scheme, shared)
-    return _with_own_scales(modules[0], weight, scheme)
+    found = torch.empty(2, dtype=weight.dtype)
+    modules[0].find_range(array_of(weight.detach().contiguous()), array_of(found))
+    return found
 
 
 def pack_dense(fields: Tensor, bits: int, *, signed: bool) -> Tensor | None:
@@ -159,7 +224,7 @@ def search_blocks(  # noqa: PLR0913 - what the loops need
         none, where codes mean nothing), scale [B] and zero point [B] float32. None as for
         `quantize`.
     """
-    is_known = (grid.is_integer or grid in _FLOAT_GRIDS) and blocks.device.type == "cpu"
+    is_known = (grid.is_integer or grid in FLOAT_GRIDS) and blocks.device.type == "cpu"
     many = blocks.numel() * (scales.shape[1] * len(moves) + 2 * fits)
     if not is_known or not many or not _is_worth_it(many // 8) or _modules() is None:
         return None
@@ -180,11 +245,11 @@ def search_blocks(  # noqa: PLR0913 - what the loops need
         np.array(moves, np.float32),
         codes.numpy(),
         places.numpy(),
-        _floats(grid.low, grid.high, *limits),
-        tuple(_array(torch.zeros(1, dtype=form))[0] for form in forms),
+        floats(grid.low, grid.high, *limits),
+        tuple(LIKE[form] for form in forms),
         fits,
         np.empty((3, tiles.shape[1]), np.float32),
-        _tag(grid),
+        tag_of(grid),
     )
     codes = torch.unflatten(codes, 1, (-1, lanes)).transpose(1, 2).flatten(0, 1)[:count]
     return codes, places.flatten()[:count], chosen[0].flatten()[:count], zero.flatten()[:count]
@@ -196,18 +261,24 @@ def _tiles(blocks: Tensor, lanes: int) -> Tensor:
     return torch.unflatten(blocks, 0, (-1, lanes)).transpose(1, 2).flatten(1)
 
 
-def _has_loop(weight: Tensor, scheme: WeightScheme, shared: Tensor | None) -> bool:
+def _loops_for(weight: Tensor, scheme: WeightScheme, given: Tensor | None) -> ModuleType | None:
+    """The loops that quantize, if there is one for this, and numba is there and worth its start."""
     grid = scheme.grid
-    has_own_scales = scheme.scale == "float" and shared is None
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in _FORMS
-        and weight.numel() > 0
+    is_known = (
+        _is_read(weight)
         and (scheme.granularity != "group" or weight.shape[1] % (scheme.group_size or 1) == 0)
-        and (grid.is_integer or grid in _FLOAT_GRIDS)
-        and (scheme.symmetric or (grid.is_integer and has_own_scales))
+        and (grid.is_integer or grid in FLOAT_GRIDS)
+        and (scheme.symmetric or (grid.is_integer and scheme.scale == "float" and given is None))
         and (scheme.scale == "float" or scheme.granularity == "group")
     )
+    if not is_known or not _is_worth_it(weight.numel()):
+        return None
+    modules = _modules()
+    return None if modules is None else modules[0]
+
+
+def _is_read(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in FORMS and weight.numel() > 0
 
 
 def _is_worth_it(elements: int) -> bool:
@@ -236,86 +307,81 @@ def _modules() -> tuple[ModuleType, ModuleType] | None:
 # -- kinds of scales -------------------------------------------------------------------------------
 
 
-def _with_own_scales(loops: ModuleType, weight: Tensor, scheme: WeightScheme) -> Quantized:
-    grid, block, shape = scheme.grid, *_blocks_of(weight, scheme)
-    codes, scale = torch.empty(weight.shape, dtype=grid.storage), weight.new_empty(shape)
+def _with_own_scales(
+    loops: ModuleType,
+    weight: Tensor,
+    scheme: WeightScheme,
+    forms: tuple[torch.dtype, torch.dtype, torch.dtype],
+    special: tuple[float, float],
+    *,
+    is_guarded: bool = False,
+) -> Quantized:
+    """Each block with the scale of its range.
+
+    Args:
+        loops: That quantize.
+        weight: [N, K].
+        scheme: Of float scales.
+        forms: dtypes of scales, of the arithmetic, and that scales are rounded to before.
+        special: Scale of zeros; below which scales are rounded up.
+        is_guarded: True if zero points are seen from the scale as it is stored.
+    """
+    grid, block, shape = scheme.grid, *blocks_of(weight, scheme)
+    codes, scale = torch.empty(weight.shape, dtype=grid.storage), torch.empty(shape, dtype=forms[0])
     steps = (grid.high - grid.low) / (2 if scheme.symmetric else 1)
-    limits = _floats(grid.low, grid.high, steps, torch.finfo(weight.dtype).eps)
-    arrays = _array(weight), _bytes(codes), _array(scale)
+    limits = floats(grid.low, grid.high, steps, *special)
+    tags = tag_of(grid), LIKE[forms[1]], LIKE[forms[2]]
+    arrays = array_of(weight), bytes_of(codes), array_of(scale)
     if scheme.symmetric:
-        largest = np.empty(shape[1], _order(weight))
-        loops.quantize_symmetric(*arrays, largest, block, limits, _tag(grid))
+        largest = np.empty(shape[1], order_of(weight))
+        loops.quantize_symmetric(*arrays, largest, block, limits, tags)
         return codes, scale, None
-    zeros, extremes = torch.empty(shape), np.empty((2, shape[1]), _order(weight))
-    loops.quantize_asymmetric(*arrays, zeros.numpy(), extremes, block, limits, _tag(grid))
+    zeros, extremes = torch.empty(shape), np.empty((2, shape[1]), order_of(weight))
+    loops.quantize_asymmetric(*arrays, zeros.numpy(), extremes, block, limits, tags, is_guarded)
     return codes, scale, zeros.to(grid.storage)
 
 
 def _with_one_scale(
-    loops: ModuleType, weight: Tensor, scheme: WeightScheme, shared: Tensor
+    loops: ModuleType,
+    weight: Tensor,
+    scheme: WeightScheme,
+    scale: Tensor,
+    *,
+    arithmetic: torch.dtype | None = None,
 ) -> Quantized:
-    grid, (low, high) = scheme.grid, shared.reshape(2, 1, 1)
-    scale, _ = minmax_scale(low, high, grid, symmetric=True)
+    grid = scheme.grid
     codes = torch.empty(weight.shape, dtype=grid.storage)
-    limits = _floats(grid.low, grid.high)
-    stored = _array(scale)[0, 0]
-    loops.quantize_given(_array(weight), _bytes(codes), stored, limits, _tag(grid))
+    tags = tag_of(grid), LIKE[arithmetic or weight.dtype]
+    divisor, limits = np.float32(scale.item()), floats(grid.low, grid.high)
+    loops.quantize_given(array_of(weight), bytes_of(codes), divisor, limits, tags)
     return codes, scale, None
 
 
 def _with_powers_of_two(loops: ModuleType, weight: Tensor, scheme: WeightScheme) -> Quantized:
-    grid, (_, width), shape = scheme.grid, *_blocks_of(weight, scheme)
+    grid, (_, width), shape = scheme.grid, *blocks_of(weight, scheme)
     codes, stored = torch.empty(weight.shape, dtype=grid.storage), torch.empty(shape, dtype=_BYTE)
-    largest, divisors = np.empty(shape[1], _order(weight)), _array(weight.new_empty(shape[1]))
-    limits, guard_bits = _floats(grid.low, grid.high), 3 if grid == E2M3 else 1
-    form = (*_EXPONENTS[weight.dtype], guard_bits, int(math.log2(grid.high)))
-    arrays = _array(weight), _bytes(codes), stored.numpy()
-    loops.quantize_powers_of_two(*arrays, largest, divisors, width, limits, form, _tag(grid))
+    largest, divisors = np.empty(shape[1], order_of(weight)), array_of(weight.new_empty(shape[1]))
+    limits, guard_bits = floats(grid.low, grid.high), 3 if grid == E2M3 else 1
+    form = (*EXPONENTS[weight.dtype], guard_bits, int(math.log2(grid.high)))
+    arrays = array_of(weight), bytes_of(codes), stored.numpy()
+    tags = tag_of(grid), LIKE[weight.dtype]
+    loops.quantize_powers_of_two(*arrays, largest, divisors, width, limits, form, tags)
     return codes, stored.view(torch.float8_e8m0fnu), None
 
 
 def _with_e4m3_scales(
-    loops: ModuleType, weight: Tensor, scheme: WeightScheme, outer: Tensor
+    loop: Callable[..., None], weight: Tensor, scheme: WeightScheme, numbers: tuple[float, ...]
 ) -> Quantized:
-    grid, (_, width), shape = scheme.grid, *_blocks_of(weight, scheme)
+    grid, (_, width), shape = scheme.grid, *blocks_of(weight, scheme)
     codes, stored = torch.empty(weight.shape, dtype=grid.storage), torch.empty(shape, dtype=_BYTE)
-    largest, divisors = np.empty(shape[1], _order(weight)), np.empty(shape[1], np.float32)
-    steps = (grid.high - grid.low) / 2
-    limits = _floats(grid.low, grid.high, steps, outer.item(), E4M3.high)
-    arrays = _array(weight), _bytes(codes), stored.numpy()
-    loops.quantize_e4m3_scales(*arrays, largest, divisors, width, limits, _tag(grid))
+    largest, divisors = np.empty(shape[1], order_of(weight)), np.empty(shape[1], np.float32)
+    limits, tags = floats(grid.low, grid.high, *numbers), (tag_of(grid), np.float32(0))
+    arrays = array_of(weight), bytes_of(codes), stored.numpy()
+    loop(*arrays, largest, divisors, width, limits, tags)
     return codes, stored.view(torch.float8_e4m3fn), None
 
 
-# -- arguments of loops ----------------------------------------------------------------------------
-
-
-def _blocks_of(weight: Tensor, scheme: WeightScheme) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and columns of a block, and numbers of blocks."""
-    rows, columns = weight.shape
-    height, width = scheme.block_of(rows, columns)
-    return (height, width), (-(-rows // height), -(-columns // width))
-
-
-def _order(weight: Tensor) -> type[np.integer]:
-    """Integers of the width of a weight's numbers."""
-    return np.int32 if weight.dtype == torch.float32 else np.int16
-
-
-def _tag(grid: Grid) -> np.generic:
-    return np.int8(0) if grid.is_integer else _FLOAT_GRIDS[grid]
-
-
-def _floats(*numbers: float) -> tuple[np.float32, ...]:
-    return tuple(np.float32(number) for number in numbers)
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    return tensor.view(_FORMS[tensor.dtype]).numpy()
-
-
-def _bytes(codes: Tensor) -> np.ndarray:
-    return codes.view(torch.uint8).numpy()
+# -- masks ----------------------------------------------------------------------------------------
 
 
 def _lanes(width: int, distance: int) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from numba import njit
@@ -20,6 +23,8 @@ class Kernel:
     """A compiled function that is kept on disk where that is possible.
 
     It lies beside the source file or, if nothing can be written there, in the user's cache folder.
+    What is kept is found by the function's name. numba takes it as long as the file of the function
+    is the same, and asks nothing about the files of what it calls: the name tells these.
 
     Args:
         function: Compiled on its first call with each set of dtypes. It raises nothing.
@@ -43,5 +48,15 @@ class Kernel:
             self(*arguments)
 
     def _compile(self) -> Callable[..., None]:
+        self._function.__qualname__ = f"{self._function.__name__}-{_sources_digest()}"
         compiled: Callable[..., None] = njit(cache=self._is_cached, **_OPTIONS)(self._function)
         return compiled
+
+
+@cache
+def _sources_digest() -> str:
+    """Tells the sources of all loops: eight hexadecimal digits."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("compiled_*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:8]

@@ -36,7 +36,13 @@ from quantload.quant import compiled
 from quantload.quant.chunks import row_chunks
 from quantload.quant.grid import E2M3, Grid
 from quantload.quant.qtensor import Evaluation, QuantTensor
-from quantload.quant.scales import BlockScales, block_scales, global_scale, shared_range
+from quantload.quant.scales import (
+    BlockScales,
+    block_scales,
+    global_scale,
+    minmax_scale,
+    shared_range,
+)
 from quantload.quant.scheme import WeightScheme
 
 
@@ -124,8 +130,13 @@ def round_to_nearest(
 def _by_compiled_loops(
     weight: Tensor, scheme: WeightScheme, shared: Tensor | None
 ) -> QuantTensor | None:
-    outer = global_scale(shared) if shared is not None and scheme.scale == "e4m3" else None
-    found = compiled.quantize(weight, scheme, shared=shared, outer=outer)
+    outer = given = None
+    if shared is not None and scheme.scale == "e4m3":
+        outer = global_scale(shared)
+    elif shared is not None and scheme.granularity == "tensor":
+        low, high = shared.reshape(2, 1, 1)
+        given, _ = minmax_scale(low, high, scheme.grid, symmetric=True)
+    found = compiled.quantize(weight, scheme, given=given, outer=outer)
     return None if found is None else _assembled(weight, scheme, *found, outer=outer)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantload.quant import compiled
 from quantload.quant.chunks import row_chunks
 from quantload.quant.grid import E2M3, Grid
 from quantload.quant.scheme import WeightScheme
@@ -52,6 +53,9 @@ def shared_range(weight: Tensor) -> Tensor:
     Of slices of a weight, or of several weights of one dtype, see `merged_range`.
     """
     weight = weight.detach()
+    found = compiled.find_range(weight)
+    if found is not None:
+        return found
     chunks = row_chunks((weight.shape[0], weight.shape[1]), weight.device)
     return merged_range(torch.stack(weight[a:b].aminmax()) for a, b in chunks)
 

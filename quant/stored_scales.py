@@ -24,10 +24,13 @@ Letters: R blocks of rows, G groups of columns, r and c rows and columns of one 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from quantload.errors import ConfigError, NonFiniteWeight
+from quantload.quant import compiled
 from quantload.quant.chunks import row_chunks
 from quantload.quant.qtensor import Evaluation, QuantTensor
 from quantload.quant.rtn import as_blocks, scaled_blocks
@@ -61,32 +64,69 @@ def quantize_on_stored_scales(
         NonFiniteWeight: The weight holds NaN or infinity, or its scale overflows the stored dtype.
     """
     weight = weight.detach()
-    n_rows, n_columns = weight.shape
-    block = scheme.block_of(n_rows, n_columns)
-    if scheme.granularity == "group" and n_columns % block[1]:
+    block = scheme.block_of(weight.shape[0], weight.shape[1])
+    if scheme.granularity == "group" and weight.shape[1] % block[1]:
         raise ConfigError(
-            f"group size does not divide the input width: {n_columns} columns, group {block[1]}",
+            f"group size does not divide the input width: {weight.shape[1]} columns, group "
+            f"{block[1]}",
             hint="take the scheme from `Scheme.fitted`, which falls to a group size that divides",
         )
-    own = shared_range(weight)
-    _check_range(weight, own, shared)
-    reach = None
+    outer = given = None
     if scheme.shares_range:
+        own = shared_range(weight)
+        _check_range(weight, own, shared)
         reach = (own if shared is None else shared).to(torch.float32)
-    is_whole = scheme.granularity == "tensor"
-    outer = _outer(reach) if reach is not None and scheme.scale == "e4m3" else None
+        if scheme.scale == "e4m3":
+            outer = _outer(reach)
+        else:
+            low, high = reach.reshape(2, 1, 1)
+            given = _float_scales(low, high, scheme, scale_dtype, weight.dtype).stored
+    found = compiled.quantize_on_stored_scales(
+        weight, scheme, scale_dtype=scale_dtype, given=given, outer=outer
+    )
+    if found is None:
+        found = _by_torch(weight, scheme, scale_dtype, given, outer)
+    codes, scale, zero = found
+    _refuse_overflow(weight, scale)
+    return QuantTensor(
+        grid=scheme.grid,
+        codes=codes,
+        scale=scale,
+        zero=zero,
+        outer=None if outer is None else outer.reshape(1, 1),
+        block=block,
+        evaluation=evaluation,
+    )
+
+
+def _by_torch(
+    weight: Tensor,
+    scheme: WeightScheme,
+    scale_dtype: torch.dtype,
+    given: Tensor | None,
+    outer: Tensor | None,
+) -> compiled.Quantized:
+    """Return codes [N, K], scales [R, G] as they are stored, and zero points.
+
+    Args:
+        weight: [N, K].
+        scheme: As in `quantize_on_stored_scales`.
+        scale_dtype: As in `quantize_on_stored_scales`.
+        given: [1, 1] the scale of the tensor as it is stored, for granularity "tensor".
+        outer: [1] float32, multiplies e4m3 scales.
+    """
+    n_rows, n_columns = weight.shape
+    block = scheme.block_of(n_rows, n_columns)
     codes = torch.empty(weight.shape, dtype=scheme.grid.storage, device=weight.device)
     found: list[BlockScales] = []
-    multiple = 1 if is_whole else block[0]
+    multiple = 1 if given is not None else block[0]
     for start, stop in row_chunks((n_rows, n_columns), weight.device, multiple=multiple):
-        rows = (stop - start, n_columns) if is_whole else block
+        rows = (stop - start, n_columns) if given is not None else block
         blocks = as_blocks(weight[start:stop].to(torch.float32), rows)
         if outer is not None:
             scales = _e4m3_scales(blocks, outer)
-        elif is_whole:
-            assert reach is not None, "a scale for the tensor has a range"
-            low, high = reach[0].reshape(1, 1), reach[1].reshape(1, 1)
-            scales = _float_scales(low, high, scheme, scale_dtype, weight.dtype)
+        elif given is not None:
+            scales = BlockScales(given, given.to(torch.float32))
         else:
             low, high = blocks.amin(dim=(1, 3)), blocks.amax(dim=(1, 3))
             scales = _float_scales(low, high, scheme, scale_dtype, weight.dtype)
@@ -94,19 +134,9 @@ def quantize_on_stored_scales(
         rounded = scheme.grid.round(scaled)
         codes[start:stop] = rounded.flatten(2).flatten(0, 1)[: stop - start, :n_columns]
         found.append(scales)
-    found = found[:1] if is_whole else found
-    scale = torch.cat([scales.stored for scales in found])
-    _refuse_overflow(scale, own)
     zeros = [scales.zero for scales in found if scales.zero is not None]
-    return QuantTensor(
-        grid=scheme.grid,
-        codes=codes,
-        scale=scale,
-        zero=torch.cat(zeros) if zeros else None,
-        outer=None if outer is None else outer.reshape(1, 1),
-        block=block,
-        evaluation=evaluation,
-    )
+    scale = given if given is not None else torch.cat([scales.stored for scales in found])
+    return codes, scale, torch.cat(zeros) if zeros else None
 
 
 # -- scales ----------------------------------------------------------------------------------------
@@ -121,15 +151,22 @@ def _float_scales(
 ) -> BlockScales:
     """Return the scales of blocks that reach from low to high, [R, G] float32 each."""
     assert scheme.scale == "float", f"{scheme.scale} scales have no dtype to choose"
-    grid, steps = scheme.grid, scheme.grid.high - scheme.grid.low
+    grid = scheme.grid
+    steps = (grid.high - grid.low) / (2 if scheme.symmetric else 1)
     low, high = low.clamp(max=0), high.clamp(min=0)
     if scheme.symmetric:
-        scale = _stored(torch.maximum(-low, high) / (steps / 2), scale_dtype, model_dtype)
+        scale = _stored(_divided(torch.maximum(-low, high), steps), scale_dtype, model_dtype)
         return BlockScales(scale, scale.to(torch.float32))
-    scale = _stored((high - low) / steps, scale_dtype, model_dtype)
+    scale = _stored(_divided(high - low, steps), scale_dtype, model_dtype)
     divisor = scale.to(torch.float32)
     zero = (grid.low - low / divisor).round_().clamp_(grid.low, grid.high)
     return BlockScales(scale, divisor, zero.to(grid.storage))
+
+
+def _divided(tensor: Tensor, number: float) -> Tensor:
+    # NOTE: the divisor is a tensor on the same device. CUDA divides by a Python number through
+    # its reciprocal, which rounds differently.
+    return tensor / torch.full((), number, dtype=tensor.dtype, device=tensor.device)
 
 
 def _stored(scale: Tensor, dtype: torch.dtype, model_dtype: torch.dtype) -> Tensor:
@@ -147,7 +184,7 @@ def _stored(scale: Tensor, dtype: torch.dtype, model_dtype: torch.dtype) -> Tens
 
 def _outer(reach: Tensor) -> Tensor:
     """[1] float32, a multiplier of e4m3 scales; 1 for zeros."""
-    outer = torch.maximum(-reach[0], reach[1]) / (_E4M3_LIMIT * _E2M1_LIMIT)
+    outer = _divided(torch.maximum(-reach[0], reach[1]), _E4M3_LIMIT * _E2M1_LIMIT)
     return torch.where(outer == 0, 1.0, outer).reshape(1)
 
 
@@ -163,38 +200,52 @@ def _e4m3_scales(blocks: Tensor, outer: Tensor) -> BlockScales:
 
 def _check_range(weight: Tensor, own: Tensor, shared: Tensor | None) -> None:
     """Refuse a weight that is not finite, or leaves the range that it should share."""
-    if not bool(own.isfinite().all()):
-        count = int((~weight.isfinite()).sum())
-        raise NonFiniteWeight(
-            f"{count} of {weight.numel()} elements of a weight are NaN or infinite, expected "
-            "finite values",
-            hint="the checkpoint is damaged or was saved after a failed step; `keep` copies the "
-            "tensor as it is",
-        )
+    least, greatest = own.tolist()
+    if not (math.isfinite(least) and math.isfinite(greatest)):
+        raise _not_finite(weight)
     if shared is None:
         return
-    if not bool(shared.isfinite().all()):
+    low, high = shared.tolist()
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise NonFiniteWeight(
             "another part of what shares a scale with a weight is NaN or infinite, expected finite "
             "values",
             hint="`keep` copies tensors as they are",
         )
-    if bool(own[0] < shared[0]) or bool(own[1] > shared[1]):
+    if least < low or greatest > high:
         raise ConfigError(
-            f"a weight reaches from {float(own[0]):.4g} to {float(own[1]):.4g}, but the stated "
-            f"range of what shares its scale is {float(shared[0]):.4g} to {float(shared[1]):.4g}",
+            f"a weight reaches from {least:.4g} to {greatest:.4g}, but the stated range of what "
+            f"shares its scale is {low:.4g} to {high:.4g}",
             hint="take `shared_range` of every part, and `merged_range` of these",
         )
 
 
-def _refuse_overflow(scale: Tensor, own: Tensor) -> None:
-    lost = int((~scale.to(torch.float32).isfinite()).sum())
-    if lost:
-        raise NonFiniteWeight(
-            f"{lost} of {scale.numel()} scales of a weight that reaches from {float(own[0]):.4g} "
-            f"to {float(own[1]):.4g} overflow `{scale.dtype}`, in which the format stores them",
-            hint="keep the weight in full precision, or write a format with wider scales",
-        )
+def _refuse_overflow(weight: Tensor, scale: Tensor) -> None:
+    """Refuse scales that are not finite: min and max carry NaN and infinity of a weight into them.
+
+    e4m3 scales do not tell, see `_check_range`.
+    """
+    if scale.dtype.itemsize == 1 or math.isfinite(scale.sum(dtype=torch.float64).item()):
+        return
+    own = shared_range(weight)
+    if not bool(own.isfinite().all()):
+        raise _not_finite(weight)
+    lost = int((~scale.isfinite()).sum())
+    raise NonFiniteWeight(
+        f"{lost} of {scale.numel()} scales of a weight that reaches from {float(own[0]):.4g} "
+        f"to {float(own[1]):.4g} overflow `{scale.dtype}`, in which the format stores them",
+        hint="keep the weight in full precision, or write a format with wider scales",
+    )
+
+
+def _not_finite(weight: Tensor) -> NonFiniteWeight:
+    count = int((~weight.isfinite()).sum())
+    return NonFiniteWeight(
+        f"{count} of {weight.numel()} elements of a weight are NaN or infinite, expected finite "
+        "values",
+        hint="the checkpoint is damaged or was saved after a failed step; `keep` copies the tensor "
+        "as it is",
+    )
 
 
 __all__ = ["quantize_on_stored_scales"]

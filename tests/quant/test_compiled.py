@@ -18,7 +18,7 @@ from quantload.quant.compiled_jit import Kernel
 from quantload.quant.grid import E2M1, E2M3, E4M3, E5M2, INT4, INT8, int_grid, uint_grid
 from quantload.quant.packing import pack_dense
 from quantload.quant.rtn import quantize_rtn, round_to_nearest
-from quantload.quant.scales import global_scale, shared_range
+from quantload.quant.scales import global_scale, minmax_scale, shared_range
 from quantload.quant.scheme import PRESETS, WeightScheme
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -60,13 +60,19 @@ SCHEMES = {
 RAGGED = [name for name, scheme in SCHEMES.items() if scheme.granularity != "group"]
 
 
+def scale_of_range(shared, scheme):
+    low, high = shared.reshape(2, 1, 1)
+    return minmax_scale(low, high, scheme.grid, symmetric=True)[0]
+
+
 def by_loop(weight, scheme):
     """Codes, stored scale and zero point as the compiled loop gives them."""
-    shared, outer = None, None
-    if scheme.shares_range:
-        shared = shared_range(weight)
-        outer = global_scale(shared) if scheme.scale == "e4m3" else None
-    found = compiled.quantize(weight, scheme, shared=shared, outer=outer)
+    given, outer = None, None
+    if scheme.scale == "e4m3":
+        outer = global_scale(shared_range(weight))
+    elif scheme.granularity == "tensor":
+        given = scale_of_range(shared_range(weight), scheme)
+    found = compiled.quantize(weight, scheme, given=given, outer=outer)
     assert found is not None, "there is a loop"
     return found
 
@@ -214,9 +220,9 @@ def test_the_loop_equals_compressed_tensors(name, dtype):
 @pytest.mark.parametrize("name", ["int8 tensor", "fp8 tensor"])
 def test_slices_share_a_range(name):
     weight, scheme = torch.randn(64, 96, dtype=torch.bfloat16), SCHEMES[name]
-    whole, shared = round_to_nearest(weight, scheme), shared_range(weight)
+    whole, given = round_to_nearest(weight, scheme), scale_of_range(shared_range(weight), scheme)
     for start in range(0, 64, 16):
-        found = compiled.quantize(weight[start : start + 16], scheme, shared=shared)
+        found = compiled.quantize(weight[start : start + 16], scheme, given=given)
         assert same_bits(found[0], whole.codes[start : start + 16])
         assert same_bits(found[1], whole.scale)
 
