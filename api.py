@@ -18,18 +18,19 @@ from quantload.accuracy.compare import (
     with_outputs,
 )
 from quantload.accuracy.verify import VerifyReport, verify_sources
+from quantload.accuracy.verify_output import verify_output
 from quantload.errors import ConfigError, MissingTensor
 from quantload.layers.facts import probe_facts
 from quantload.loader.assign import assign
 from quantload.loader.convert import run_plan
-from quantload.loader.estimate import peak_rss
 from quantload.loader.formats import open_source
 from quantload.loader.garbage import without_collections
 from quantload.loader.gguf_tokenizer import write_tokenizer
 from quantload.loader.layer_selection import select_layers
-from quantload.loader.model_dtype import config_dtype
+from quantload.loader.model_dtype import config_dtype, parse_dtype
 from quantload.loader.open import open_checkpoint
-from quantload.loader.plan import DTYPE_NAMES, Plan, PlanOptions, make_plan
+from quantload.loader.peak_memory import peak_rss
+from quantload.loader.plan import Plan, PlanOptions, make_plan
 from quantload.loader.ranks import Ranks
 from quantload.loader.source import Source
 from quantload.loader.staging import check_place
@@ -146,15 +147,20 @@ def execute(
     done = Conversion(plan, folder, None, time.perf_counter() - started, peak_rss())
     if not verify_output or not ranks.is_first:
         return done
-    return replace(done, report=verify_plan(plan, folder, progress=progress))
+    return replace(done, report=verify_plan(plan, folder, progress, resources))
 
 
 def verify_plan(
-    plan: Plan, output: str | Path, *, progress: Progress | None = None
+    plan: Plan,
+    output: str | Path,
+    progress: Progress | None = None,
+    resources: Resources | None = None,
 ) -> VerifyReport:
     """Decode every tensor of the output of a plan and compare it with the plan's source."""
+    nearest = plan.options.observer == "minmax"  # a search may clip by more than a step
+    opened, progress = inspect(output), progress or Silent()
     return verify_sources(
-        inspect(output), plan.source, progress or Silent(), nearest=True, plan=plan
+        opened, plan.source, progress, nearest=nearest, plan=plan, resources=resources
     )
 
 
@@ -201,25 +207,12 @@ def verify(
     Args:
         output: A checkpoint in any format that quantload reads.
         source: The checkpoint that it was made from.
-        nearest: The output was rounded to nearest, as `convert` does: hold every weight to its
-            rounding step.
+        nearest: The output was rounded to nearest: hold every weight to its rounding step. Known of
+            what `convert` wrote, see `verify_output`.
         progress: Draws progress; silent by default.
     """
     opened = source if isinstance(source, Source) else inspect(source)
-    return verify_sources(inspect(output), opened, progress or Silent(), nearest=nearest)
-
-
-def parse_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a name such as "bfloat16"; None stays None.
-
-    Raises:
-        ConfigError: No such dtype.
-    """
-    if name is None:
-        return None
-    if name not in DTYPE_NAMES:
-        raise ConfigError(f"unknown dtype: `{name}`, expected one of {', '.join(DTYPE_NAMES)}")
-    return DTYPE_NAMES[name]
+    return verify_output(inspect(output), opened, progress or Silent(), nearest=nearest)
 
 
 def parse_device(device: str | torch.device | None) -> torch.device:

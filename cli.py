@@ -70,8 +70,8 @@ def inspect(source: str, check_tp: int | None, every: bool, as_json: bool) -> No
 @click.option(
     "--nearest",
     is_flag=True,
-    help="The output was rounded to nearest, as convert does: hold every weight to its rounding "
-    "step.",
+    help="The output was rounded to nearest: hold every weight to its rounding step. Known of what "
+    "convert wrote.",
 )
 @EVERY
 @JSON
@@ -135,6 +135,7 @@ def _verify_files(output: str, *, as_json: bool, quiet: bool) -> None:
 def compare(reference: str, candidate: str, **flags: Any) -> None:  # noqa: ANN401 - click's values
     """Compare CANDIDATE with REFERENCE: weights, and with text also layer outputs and KL."""
     from quantload import api, cli_compare, cli_output
+    from quantload.loader.model_dtype import parse_dtype
 
     sequences = cli_compare.read_sequences(
         data=flags["data"],
@@ -149,7 +150,7 @@ def compare(reference: str, candidate: str, **flags: Any) -> None:  # noqa: ANN4
             candidate,
             sequences=sequences,
             device=flags["device"],
-            dtype=api.parse_dtype(flags["dtype"]),
+            dtype=parse_dtype(flags["dtype"]),
             progress=progress,
         )
     if flags["as_json"]:
@@ -181,7 +182,7 @@ def generate(model: str, prompt: str, **flags: Any) -> None:  # noqa: ANN401 - c
         loaded = api.load(
             model,
             device=flags["device"],
-            dtype=api.parse_dtype(flags["dtype"]),
+            dtype=flags["dtype"],
             trust_remote_code=flags["trust_remote_code"],
             progress=progress,
         )

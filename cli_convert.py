@@ -92,6 +92,7 @@ def convert(
     """
     from quantload import api
     from quantload.loader.formats.targets import target_named
+    from quantload.loader.model_dtype import parse_dtype
     from quantload.loader.plan import PlanOptions
     from quantload.loader.ranks import Ranks
     from quantload.loader.staging import check_place
@@ -109,7 +110,7 @@ def convert(
         raise ConfigError("`--group-size` is that of `--scheme`, which is not given")
     ranks = Ranks.from_environment()
     resources = _resources(flags, ranks)
-    may_be_done = _check_push(output, flags)
+    may_be_done = _check_push(output, flags, ranks)
     if not flags["only_plan"] and not may_be_done:
         check_place(output)  # before anything is downloaded
     arguments: dict[str, Any] = {
@@ -117,7 +118,7 @@ def convert(
         "group_size": flags["group_size"],
         "trust_remote_code": flags["trust_remote_code"],
         "options": PlanOptions(
-            dtype=api.parse_dtype(flags["dtype"]),
+            dtype=parse_dtype(flags["dtype"]),
             on_split=flags["on_split"],
             max_shard_bytes=parse_size(flags["max_shard_size"]),
             lossless=flags["lossless"],
@@ -169,7 +170,7 @@ def _resources(flags: dict[str, Any], ranks: Ranks) -> Resources:
     return Resources(memory=parse_size(flags["memory"]), workers=flags["workers"], device=device)
 
 
-def _check_push(output: Path, flags: dict[str, Any]) -> bool:
+def _check_push(output: Path, flags: dict[str, Any], ranks: Ranks) -> bool:
     """Check the options of an upload; True if the output may be there already, to be uploaded."""
     if not flags["push"]:
         if flags["private"]:
@@ -180,18 +181,23 @@ def _check_push(output: Path, flags: dict[str, Any]) -> bool:
     from quantload.loader.manifest import MANIFEST
     from quantload.loader.push import check_push
 
-    if not flags["only_plan"]:
+    if ranks.is_first and not flags["only_plan"]:  # the one that uploads
         check_push(flags["push"])  # before hours of work
     return (output / MANIFEST).is_file()
 
 
 def _show_plan(plan: Plan, output: Path, flags: dict[str, Any], resources: Resources) -> None:
     from quantload import cli_output, cli_plan
-    from quantload.loader.estimate import estimate, peak_memory, probe
+    from quantload.accuracy.verify import verification_memory
+    from quantload.loader.estimate import estimate, probe
+    from quantload.loader.peak_memory import peak_memory
 
-    rates = probe(plan, output, threads=resources.threads())
+    rates = probe(plan, output, resources)
+    peaks = [peak_memory(plan, resources)]
+    if not flags["no_verify"]:
+        peaks.append(verification_memory(plan, resources))
     forecast = cli_plan.Forecast(
-        peak_memory=peak_memory(plan, budget=resources.memory),
+        peak_memory=max(peaks),
         rates=rates,
         time=estimate(plan, rates),
     )
@@ -215,7 +221,9 @@ def _carry_out(
 
     with cli_output.BarProgress(quiet=flags["quiet"]) as progress:
         if may_be_done and describes(output, plan):  # an upload that was broken off
-            report = api.verify_plan(plan, output, progress=progress) if ranks.is_first else None
+            report = None
+            if ranks.is_first:
+                report = api.verify_plan(plan, output, progress, resources)
             return api.Conversion(plan, output, report)
         return api.execute(
             plan,

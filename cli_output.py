@@ -208,6 +208,7 @@ def verify_json(report: VerifyReport) -> dict[str, Any]:
             for layer in report.layers
         ],
         "problems": list(report.problems),
+        "notes": list(report.notes),
     }
 
 
@@ -241,6 +242,8 @@ def finite(number: float) -> float | None:
 def show_verify(report: VerifyReport, *, worst: int = 10, every: bool = False) -> None:
     """Print the worst layers, a summary by scheme, and everything that failed."""
     out = console()
+    for note in report.notes:
+        out.print(note, markup=False)
     quantized = [layer for layer in report.layers if layer.scheme != "dense"]
     shown = sorted(quantized, key=lambda layer: layer.sqnr_db)
     shown = list(report.layers) if every else shown[:worst]

@@ -20,7 +20,7 @@ class Forecast:
     """What a plan will take.
 
     Args:
-        peak_memory: Bytes above the interpreter's own, see `estimate.peak_memory`.
+        peak_memory: Bytes above the interpreter's own, see `peak_memory.peak_memory`.
         rates: What was measured.
         time: Seconds; None if it cannot be told.
     """

@@ -20,14 +20,19 @@ from quantload.accuracy.weight_comparer import WeightComparer, difference
 from quantload.errors import QuantloadError, listed
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.experts import apart_as_in
+from quantload.loader.peak_memory import beside_tasks
 from quantload.loader.plan import Plan
-from quantload.loader.row_reader import region_of
+from quantload.loader.row_reader import CHUNK_BYTES, region_of
 from quantload.loader.source import Source
-from quantload.loader.workers import Resources, work_through
+from quantload.loader.workers import Resources, most_at_a_time, work_through
 from quantload.mappers.facts import facts_from_names
 from quantload.progress import Progress
 from quantload.quant.metrics import ErrorSums
 from quantload.quant.qtensor import QuantTensor
+
+_CHUNKS = 6  # of rows that are in work: both sides, their difference, and what is quantized again
+_BYTES_OF_CODES = 4  # of an element: while fields become codes
+_BYTES_OF_FLOATS = 12  # of an element: copies of a decoded weight in float32 that exist at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +77,12 @@ class VerifyReport:
     Args:
         layers: One report a weight.
         problems: What is wrong beyond single weights: missing, extra, changed tensors.
+        notes: What the check took from elsewhere, for people.
     """
 
     layers: tuple[LayerReport, ...]
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -156,11 +163,15 @@ class _Check:
 
     @property
     def working_bytes(self) -> int:
-        """Memory that it needs: what is decoded, and the codes."""
+        """Memory that it needs."""
         weight = self.source.weights[self.origin]
-        elements = math.prod(weight.parameter_shape)
-        codes = 2 * elements + _weight_bytes(self.output, self.module)
-        return codes if region_of(weight, self.source) is not None else codes + 12 * elements
+        written = self.output.weights[self.module]
+        return _working_bytes(
+            math.prod(weight.parameter_shape),
+            stored=_weight_bytes(self.output, self.module),
+            reads_source=region_of(weight, self.source) is not None,
+            reads_output=region_of(written, self.output) is not None,
+        )
 
     @torch.no_grad()
     def run(self, comparer: WeightComparer) -> LayerReport:
@@ -200,6 +211,36 @@ class _Check:
             return comparer.compare_dense(self.output, self.module, self.source, self.origin)
         checker = WeightChecker(candidate, weight.scheme, nearest=self.nearest)
         return comparer.compare(checker, self.module, self.source, self.origin)
+
+
+def _working_bytes(elements: int, *, stored: int, reads_source: bool, reads_output: bool) -> int:
+    """Return the memory of a check, estimated from above.
+
+    Args:
+        elements: Of the weight.
+        stored: Bytes of its tensors in the output.
+        reads_source: The source is read in rows as it is stored, not decoded.
+        reads_output: The same of the output.
+    """
+    output = 0 if reads_output else stored + _BYTES_OF_CODES * elements
+    source = 0 if reads_source else _BYTES_OF_FLOATS * elements
+    return _CHUNKS * CHUNK_BYTES + output + source
+
+
+def verification_memory(plan: Plan, resources: Resources) -> int:
+    """Return a bound of the memory that verifying a plan's output takes, as `peak_memory` does."""
+    needs = [
+        _working_bytes(
+            math.prod(row.shape),
+            stored=row.output_bytes,
+            reads_source=row.region is not None,
+            reads_output=row.scheme is None,
+        )
+        for row in plan.rows
+    ]
+    return beside_tasks(plan) + most_at_a_time(
+        needs, threads=resources.threads(), memory=resources.memory
+    )
 
 
 def _weight_bytes(source: Source, module: str) -> int:

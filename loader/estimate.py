@@ -1,21 +1,21 @@
 """What a conversion will take: bytes are exact, memory is a bound, time is measured on a sample.
 
-The probe reads some pieces of the source, quantizes rows of its own weights with the quantizer that
+The probe reads some pieces of the source, quantizes and encodes rows of its own weights with what
 the conversion uses and in as many threads, hashes, and writes a few megabytes where the output will
-lie (a temporary file, removed at once). It takes about a second.
+lie (a temporary file, removed at once). It takes about a second, two where loops are compiled.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-import resource
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,16 +24,18 @@ from torch import Tensor
 
 from quantload.errors import QuantloadError
 from quantload.loader.plan import Plan, PlanRow
-from quantload.loader.weight_rows import quantize_rows
+from quantload.loader.row_reader import RowReader, pieces
+from quantload.loader.weight_rows import WeightRows
+from quantload.loader.workers import Resources
+from quantload.quant import compiled
+from quantload.quant.scales import merged_range, shared_range
 
 _SAMPLES = 32  # places of the source that are looked at
 _PIECE = 1 << 20
 _PAGE = 1 << 12
-_CHUNK = 1 << 21  # bytes of a weight that are quantized
 _WRITTEN = 1 << 22
 _READ_SECONDS = 0.3
 _LARGEST_DECODED = 1 << 27  # bytes of a weight that is decoded for the probe
-_ROWS = 128  # a multiple of the rows that any block or packing takes together
 _FULL = "full precision"
 
 
@@ -46,7 +48,7 @@ class Rates:
         read: Source, in one thread.
         cached: Share of the sampled pages of the source that were in the page cache; None where the
             system does not tell.
-        convert: Source bytes that are decoded, quantized and packed by all threads together, by
+        convert: Source bytes that are decoded, quantized and encoded by all threads together, by
             scheme; "full precision" for quantized weights that are decoded only. Schemes that could
             not be tried are left out.
         sha256: Hashing, one file a thread.
@@ -75,7 +77,8 @@ class Estimate:
 
     Args:
         read, convert, write, flush, sha256: Seconds of each part.
-        low: If the parts overlap, and the output stays in the page cache.
+        low: If the parts overlap as far as there are threads, and the output stays in the page
+            cache.
         high: If they do not, and the output is on the disk at the end.
         not_tried: Schemes that were counted with the rate of the slowest other.
     """
@@ -88,23 +91,6 @@ class Estimate:
     low: float
     high: float
     not_tried: tuple[str, ...]
-
-
-def peak_memory(plan: Plan, *, budget: int) -> int:
-    """Return a bound of the memory that a conversion takes above the interpreter's own, in bytes.
-
-    Args:
-        plan: What is carried out.
-        budget: Bytes for all work that runs at a time.
-    """
-    largest = max((row.source_bytes + row.output_bytes for row in plan.rows), default=0)
-    return budget + largest
-
-
-def peak_rss() -> int:
-    """Return the most memory that this process had so far, in bytes."""
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else used * 1024
 
 
 def estimate(plan: Plan, rates: Rates) -> Estimate | None:
@@ -128,13 +114,15 @@ def estimate(plan: Plan, rates: Rates) -> Estimate | None:
     convert = sum(size / rates.convert.get(name, slowest) for name, size in work.items())
     write, flush = plan.output_bytes / rates.write, plan.output_bytes / rates.flush
     hashed = plan.output_bytes / rates.sha256
+    hashers = min(rates.threads, len(plan.files))
+    computed = convert + hashed * hashers / rates.threads
     return Estimate(
         read=read,
         convert=convert,
         write=write,
         flush=flush,
         sha256=hashed,
-        low=max(read / rates.threads, convert, write / rates.threads) + hashed,
+        low=max(read / rates.threads, computed, write / rates.threads, hashed),
         high=read + convert + flush + hashed,
         not_tried=not_tried,
     )
@@ -164,20 +152,21 @@ def _is_quantized(plan: Plan, row: PlanRow) -> bool:
     return weight is not None and weight.is_quantized
 
 
-def probe(plan: Plan, output: Path, *, threads: int) -> Rates:
+def probe(plan: Plan, output: Path, resources: Resources) -> Rates:
     """Measure what this machine does with pieces of a source.
 
     Args:
         plan: What will be carried out.
         output: Where it will be written; need not exist, nothing of the probe stays.
-        threads: Tasks that will run at a time.
+        resources: Threads and device that will be used.
     """
     began = time.perf_counter()
+    threads = resources.threads()
     cached, read = _read_rate(plan)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        convert = _convert_rates(plan, threads)
+        convert = _convert_rates(plan, resources)
     finally:
         torch.set_num_threads(before)
     block = os.urandom(_WRITTEN)
@@ -268,63 +257,73 @@ def _is_cached(path: Path, start: int) -> bool | None:
 # -- decoding and quantizing -----------------------------------------------------------------------
 
 
-def _convert_rates(plan: Plan, threads: int) -> dict[str, float]:
+def _convert_rates(plan: Plan, resources: Resources) -> dict[str, float]:
+    by_scheme = _rows_by_scheme(plan)
+    quantized = (row for rows in by_scheme.values() for row in rows if row.scheme is not None)
+    compiled.expect(sum(math.prod(row.shape) for row in quantized))
     found = {}
-    for name, rows in _rows_by_scheme(plan).items():
-        direct = [row for row in rows if row.region is not None and row.scheme is not None]
-        try:
-            if direct:
-                row = max(direct, key=lambda row: row.source_bytes)
-                found[name] = _rate_of_rows(plan, row, threads)
+    with closing(RowReader(resources.device)) as reader:
+        weights = WeightRows(plan, reader)
+        for name, rows in by_scheme.items():
+            try:
+                speed = _convert_rate(weights, rows, resources.threads())
+            except QuantloadError:  # a weight that is not finite: the conversion will say so
                 continue
-            row = min(rows, key=lambda row: row.source_bytes)
-            if row.source_bytes * threads <= _LARGEST_DECODED:
-                found[name] = _rate_of_decoding(plan, row, threads)
-        except QuantloadError:  # a weight that is not finite: the conversion will say so
-            continue
+            if speed is not None:
+                found[name] = speed
     return found
 
 
-def _rate_of_rows(plan: Plan, row: PlanRow, threads: int) -> float:
-    """Return bytes per second of quantizing a weight that lies row by row in its file."""
-    weight = _first_rows(plan, row)
-    _quantize(plan, row, weight[:_ROWS])  # what is compiled, is compiled now
-    return threads * weight.nbytes / _together(lambda: _quantize(plan, row, weight), threads)
-
-
-def _first_rows(plan: Plan, row: PlanRow) -> Tensor:
-    """Read some of the first rows of a weight, in its own dtype."""
-    region = row.region
-    assert region is not None, "only such a weight lies row by row"
-    entry = plan.source.checkpoint.tensors[region.tensor]
-    width = region.columns * entry.dtype.itemsize
-    count = min(region.rows, max(1, _CHUNK // width // _ROWS) * _ROWS)
-    buffer = torch.empty(count * width, dtype=torch.uint8)
-    with entry.file.open("rb", buffering=0) as file:
-        file.seek(entry.start + region.first * entry.dtype.itemsize)
-        file.readinto(buffer.numpy().data)
-    return buffer.view(entry.dtype).reshape(count, region.columns)
-
-
-def _rate_of_decoding(plan: Plan, row: PlanRow, threads: int) -> float:
-    """Return source bytes per second of decoding a weight, and of quantizing it if it has to be."""
-    weight = plan.source.read_dense(row.read_from)
-    seconds = _together(lambda: plan.source.read_dense(row.read_from), threads)
-    if row.scheme is not None:
-        count = min(len(weight), max(1, _CHUNK // max(1, weight[:1].nbytes) // _ROWS) * _ROWS)
-        part = weight[:count]
-        _quantize(plan, row, part[:_ROWS])
-        share = count / len(weight)
-        seconds += _together(lambda: _quantize(plan, row, part), threads) / share
-    return threads * row.source_bytes / seconds
+def _convert_rate(weights: WeightRows, rows: Sequence[PlanRow], threads: int) -> float | None:
+    """Return source bytes per second for the rows of a scheme; None if all are too large to try."""
+    row = max(rows, key=lambda row: row.source_bytes)
+    if row.region is not None and row.scheme is not None and weights.step_of(row) is not None:
+        return _rate_of_rows(weights, row, threads)
+    row = min(rows, key=lambda row: row.source_bytes)
+    if row.source_bytes * threads > _LARGEST_DECODED:
+        return None
+    if row.region is not None and row.scheme is not None:
+        return _rate_of_rows(weights, row, threads)
+    return _rate_of_decoding(weights, row, threads)
 
 
 @torch.no_grad()
-def _quantize(plan: Plan, row: PlanRow, weight: Tensor) -> None:
+def _rate_of_rows(weights: WeightRows, row: PlanRow, threads: int) -> float:
+    """Return bytes per second of quantizing the first rows of a weight that lies so in its file."""
+    assert row.region is not None, "only such a weight lies row by row"
+    _, part = next(weights.rows(row, step=weights.step_of(row)))
+    stored = weights.plan.source.checkpoint.tensors[row.region.tensor].dtype.itemsize
+    return threads * part.numel() * stored / _quantizing(weights, row, part, threads)
+
+
+@torch.no_grad()
+def _rate_of_decoding(weights: WeightRows, row: PlanRow, threads: int) -> float:
+    """Return source bytes per second of decoding a weight, and of quantizing it if it has to be."""
+    weight = weights.read_whole(row)
+    seconds = _together(lambda: weights.read_whole(row), threads)
+    if row.scheme is not None:
+        weight = weight.to(weights.reader.device)
+        _, part = next(pieces(weight, step=weights.step_of(row)))
+        if row.shares_range:  # decoded once more, for the range of all members of its group
+            seconds *= 2
+        seconds += _quantizing(weights, row, part, threads) * len(weight) / len(part)
+    return threads * row.source_bytes / seconds
+
+
+def _quantizing(weights: WeightRows, row: PlanRow, part: Tensor, threads: int) -> float:
+    """Return the seconds that threads take to quantize and encode some rows, each all of them."""
+    _quantize(weights, row, part)  # what is compiled, is compiled now
+    return _together(lambda: _quantize(weights, row, part), threads)
+
+
+@torch.no_grad()
+def _quantize(weights: WeightRows, row: PlanRow, part: Tensor) -> None:
     assert row.scheme is not None, "only quantized rows are tried"
-    assert row.scheme.weight is not None, "rows without a weight scheme have no scheme"
-    quantized = quantize_rows(plan, weight.to(row.dtype), row.scheme.weight, None)
-    plan.target.encode(quantized, row.scheme, quantized.shape)
+    shared = merged_range([shared_range(part)]) if row.shares_range else None
+    quantized = weights.quantize(part, row, shared)
+    rows, columns = row.shape
+    for leaf in weights.plan.target.encode(quantized, row.scheme, (rows, columns)).values():
+        leaf.cpu()  # a GPU has to be done with it
 
 
 # -- writing ---------------------------------------------------------------------------------------

@@ -112,6 +112,12 @@ def _sections(plan: Plan) -> Iterator[str]:
         f"Made by quantload {__version__} from {link or f'`{source_name(plan)}`'} "
         f"({plan.source.format_name}){f', in the format {plan.target.name}' if names else ''}.\n"
     )
+    if layers := plan.source.layers:
+        yield (
+            f"**Only a part of the model, for tests**: layers {layers} of the source, numbered "
+            "anew from 0. It is a valid model for loaders and kernels, but what it says has no "
+            "meaning.\n"
+        )
     if again := sorted({row.source for row in plan.rows if _is_rounded_again(plan, row)}):
         yield (
             f"The weights of the source were quantized already ({', '.join(again)}); quantizing "

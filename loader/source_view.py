@@ -8,6 +8,7 @@ knows what each of its weights is in the files.
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from torch import Tensor
 from quantload.loader.checkpoint import Checkpoint, TensorEntry, read_entry
 from quantload.loader.source import Reader, Source, SourceWeight
 from quantload.quant.qtensor import QuantTensor
+
+_BYTES_TO_DECODE = 8  # of an element, while fields become codes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,23 @@ class ViewReader(Reader):
         self._seen = seen
         self._lock = threading.Lock()
         self._decoded: tuple[str, QuantTensor | Tensor] | None = None
+
+    @property
+    def largest_kept_bytes(self) -> int:
+        """Memory of the largest weight that is decoded once for all of its pieces."""
+        if self._reader.has_experts_apart:
+            return 0
+        wholes = {
+            seen.original.module: seen.original
+            for seen in self._seen.values()
+            if seen.original is not None and seen.piece is not None
+        }
+        return max(map(self._bytes_of_whole, wholes.values()), default=0)
+
+    def _bytes_of_whole(self, weight: SourceWeight) -> int:
+        stored = [self._reader.checkpoint.tensors[name] for name in weight.leaves.values()]
+        elements = math.prod(weight.parameter_shape)
+        return sum(entry.num_bytes for entry in stored) + _BYTES_TO_DECODE * elements
 
     def weights(self) -> Mapping[str, SourceWeight]:
         """Return the weights of the view."""

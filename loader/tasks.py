@@ -22,6 +22,7 @@ from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.row_reader import CHUNK_BYTES
 from quantload.loader.staging import Identity
 
+_CHUNKS = 6  # of rows that are in work, in bfloat16: what is read, codes, fields, and copies
 _FLOATS = 3  # copies of a decoded weight in float32 that exist at a time
 
 
@@ -86,7 +87,7 @@ def working_bytes(plan: Plan, row: PlanRow) -> int:
     """Return the memory that the conversion of a module takes, estimated from above."""
     step = None if row.scheme is None else plan.target.row_step(row.scheme)
     if row.region is not None and (row.scheme is None or step is not None):
-        return 4 * max(CHUNK_BYTES, 4 * row.region.columns * (step or 1))
+        return _CHUNKS * max(CHUNK_BYTES, 4 * row.region.columns * (step or 1))
     elements = 1
     for size in row.shape:
         elements *= size

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -93,6 +93,12 @@ def work_through(
         pool.stop()
         for thread in running:
             thread.join()
+
+
+def most_at_a_time(needs: Sequence[int], *, threads: int, memory: int) -> int:
+    """Return the most memory that tasks with these needs take together in `work_through`."""
+    largest = sorted(needs)[-threads:]
+    return max(largest[-1], min(memory, sum(largest))) if largest else 0
 
 
 class _Pool(Generic[W]):

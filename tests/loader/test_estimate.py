@@ -1,8 +1,6 @@
 """The probe measures and leaves nothing behind; the estimate is arithmetic on what it measured."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,9 +10,13 @@ from converting import converted, plan_of
 from safetensors.torch import load_file
 
 from quantload.loader import estimate as estimates
-from quantload.loader.estimate import Rates, estimate, peak_memory, peak_rss, probe
+from quantload.loader.estimate import Rates, estimate, probe
+from quantload.loader.weight_rows import WeightRows
+from quantload.loader.workers import Resources
+from quantload.quant import compiled
 
 WEIGHTS = "model.safetensors"
+ONE = Resources(workers=1)
 RATES = Rates(
     threads=4,
     read=1e6,
@@ -45,10 +47,18 @@ def test_arithmetic(folder):
     assert found.flush == pytest.approx(plan.output_bytes / 1e5)
     assert found.sha256 == pytest.approx(plan.output_bytes / 5e6)
     assert found.high == pytest.approx(found.read + found.convert + found.flush + found.sha256)
-    assert found.low == pytest.approx(
-        max(found.read / 4, found.convert, found.write / 4) + found.sha256
-    )
+    computed = found.convert + found.sha256 / 4  # one file is hashed by one of four threads
+    assert found.low == pytest.approx(max(found.read / 4, computed, found.write / 4, found.sha256))
     assert found.not_tried == ()
+
+
+def test_the_slowest_part_is_what_takes_the_time(folder):
+    plan = plan_of(folder, "W4A16:g32", ["model.layers.1.=W8A8"])
+    slow = {"read": {"read": 1e2}, "sha256": {"sha256": 1e2}, "write": {"write": 1e2, "flush": 1e2}}
+    for part, rates in slow.items():
+        found = estimate(plan, replace(RATES, **rates))
+        share = 1 if part == "sha256" else 4
+        assert found.low == pytest.approx(getattr(found, part) / share)
 
 
 def test_what_was_not_tried_counts_as_the_slowest_other(folder):
@@ -73,7 +83,7 @@ def test_what_was_not_tried_counts_as_the_slowest_other(folder):
 )
 def test_the_probe_tries_every_scheme(tmp_path, folder, scheme, expected):
     before = sorted(tmp_path.rglob("*"))
-    rates = probe(plan_of(folder, scheme), tmp_path / "not" / "there", threads=2)
+    rates = probe(plan_of(folder, scheme), tmp_path / "not" / "there", Resources(workers=2))
     assert rates.convert.keys() == expected
     assert all(0 < speed < 1e12 for speed in rates.convert.values())
     assert 0 < rates.flush < rates.write
@@ -87,30 +97,45 @@ def test_the_probe_tries_every_scheme(tmp_path, folder, scheme, expected):
 def test_a_quantized_source_is_decoded(tmp_path, folder):
     source = converted(folder, tmp_path / "w8a8", "W8A8")
     plan = plan_of(source, "W4A16:g32", ["model.layers.1.=dense"])
-    assert probe(plan, tmp_path, threads=1).convert.keys() == {"W4A16:g32", "full precision"}
+    assert probe(plan, tmp_path, ONE).convert.keys() == {"W4A16:g32", "full precision"}
     kept = plan_of(source, "W8A8")
-    assert probe(kept, tmp_path, threads=1).convert == {}
+    assert probe(kept, tmp_path, ONE).convert == {}
 
 
-def test_slow_code_is_seen(monkeypatch, tmp_path, folder):
-    plan = plan_of(folder, "W8A8")
-    fast = probe(plan, tmp_path, threads=1).convert["W8A8"]
-    real = estimates.quantize_rtn
+@pytest.mark.parametrize("is_decoded", [False, True])
+@pytest.mark.parametrize("part", ["quantize", "encode"])
+def test_slow_code_is_seen(monkeypatch, tmp_path, folder, part, is_decoded):
+    if is_decoded:
+        folder = converted(folder, tmp_path / "w8a8", "W8A8")
+    plan = plan_of(folder, "W4A16:g32")
+    fast = probe(plan, tmp_path, ONE).convert["W4A16:g32"]
+    owner = WeightRows if part == "quantize" else type(plan.target)
+    real = getattr(owner, part)
 
-    def slow(weight, scheme):
-        for _ in range(50):
-            made = real(weight, scheme)
+    def slow(*arguments):
+        for _ in range(500):
+            made = real(*arguments)
         return made
 
-    monkeypatch.setattr(estimates, "quantize_rtn", slow)
-    assert probe(plan, tmp_path, threads=1).convert["W8A8"] < fast / 5
+    monkeypatch.setattr(owner, part, slow)
+    assert probe(plan, tmp_path, ONE).convert["W4A16:g32"] < fast / 3
+
+
+@pytest.mark.parametrize("scheme", ["W4A16:g32", "dense"])
+def test_loops_are_compiled_where_the_conversion_compiles_them(
+    monkeypatch, tmp_path, folder, scheme
+):
+    told = []
+    monkeypatch.setattr(compiled, "expect", told.append)
+    probe(plan_of(folder, scheme), tmp_path, ONE)
+    assert told == [73728 if scheme == "W4A16:g32" else 0]
 
 
 def test_a_weight_that_is_not_finite_is_left_to_the_conversion(tmp_path, folder):
     made = load_file(folder / WEIGHTS)
     made = {n: torch.full_like(t, float("nan")) if "proj" in n else t for n, t in made.items()}
     tiny.save_file(made, folder / WEIGHTS)
-    assert probe(plan_of(folder, "W8A8"), tmp_path, threads=1).convert == {}
+    assert probe(plan_of(folder, "W8A8"), tmp_path, ONE).convert == {}
 
 
 def test_a_place_that_cannot_be_written(monkeypatch, tmp_path, folder):
@@ -118,7 +143,7 @@ def test_a_place_that_cannot_be_written(monkeypatch, tmp_path, folder):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(estimates.tempfile, "TemporaryFile", refuse)
-    rates = probe(plan_of(folder, "W8A8"), tmp_path / "out", threads=1)
+    rates = probe(plan_of(folder, "W8A8"), tmp_path / "out", ONE)
     assert (rates.write, rates.flush, rates.free) == (None, None, None)
     assert rates.obstacle == f"cannot write in `{tmp_path}`: Read-only file system"
 
@@ -147,18 +172,3 @@ def test_places_are_spread_over_the_bytes(tmp_path):
     assert starts[0] < 2 << 20
     assert starts[-1] > 61 << 20
     assert all(start % 4096 == 0 for start in starts)
-
-
-def test_peak_memory(folder):
-    plan = plan_of(folder, "W8A8")
-    largest = max(row.source_bytes + row.output_bytes for row in plan.rows)
-    assert peak_memory(plan, budget=1000) == 1000 + largest
-
-
-def test_peak_rss_counts_bytes():
-    code = "x = bytearray(300 << 20); from quantload.loader.estimate import peak_rss; "
-    code += "print(peak_rss())"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert 300 << 20 < int(done.stdout) < 3000 << 20
-    assert peak_rss() > 100 << 20
