@@ -72,14 +72,25 @@ def merged_range(ranges: Iterable[Tensor]) -> Tensor:
 def global_scale(shared: Tensor) -> Tensor:
     """Return the global scale of NVFP4, a divisor of e4m3 scales: [1] float32.
 
+    It is computed in the dtype of the range, as compressed-tensors does. There it overflows float16
+    where the largest magnitude is below 0.041, and compressed-tensors takes 1, which makes zeros of
+    all weights: here it is then computed in float32. It is 1 for zeros, and where it overflows
+    float32.
+
     Args:
-        shared: [2] smallest and largest value of what shares it. The scale is computed in its
-            dtype; 1 where it overflows that.
+        shared: [2] smallest and largest value of what shares it.
     """
+    scale = _global_scale_in(shared)
+    if shared.dtype == torch.float16:
+        is_destroyed = scale.isinf() & (shared != 0).any()
+        scale = torch.where(is_destroyed, _global_scale_in(shared.to(torch.float32)), scale)
+    return torch.nan_to_num(scale, nan=1.0, posinf=1.0, neginf=1.0).reshape(1)
+
+
+def _global_scale_in(shared: Tensor) -> Tensor:
     largest = torch.maximum(shared[1], -shared[0]).clamp(min=torch.finfo(shared.dtype).tiny)
     # NOTE: a product with the rounded reciprocal, as torch divides a number by a tensor.
-    scale = torch.nan_to_num(largest.reciprocal() * _GLOBAL, nan=1.0, posinf=1.0, neginf=1.0)
-    return scale.to(torch.float32).reshape(1)
+    return (largest.reciprocal() * _GLOBAL).to(torch.float32)
 
 
 # -- scales of blocks ------------------------------------------------------------------------------

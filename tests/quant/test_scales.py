@@ -6,6 +6,7 @@ import torch
 from oracles import e8m0_values, same_bits
 
 from quantload.quant.grid import E2M1, E2M3, E4M3
+from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scales import (
     e4m3_scale,
     global_scale,
@@ -13,7 +14,9 @@ from quantload.quant.scales import (
     power_of_two_scale,
     shared_range,
 )
+from quantload.quant.scheme import parse_scheme
 
+BELOW = 0.0411  # largest float16 magnitudes whose global scale overflows float16
 HALF = (torch.float16, torch.bfloat16)
 PRESETS = {"e2m1": "MXFP4A16", "e2m3": "MXFP6A16", "e4m3": "MXFP8A16"}
 
@@ -62,8 +65,32 @@ def test_nan_of_any_bits_has_no_power_of_two():
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 def test_global_scales_equal_compressed_tensors(dtype):
     for largest in magnitudes(dtype)[::61].reshape(-1, 1):
+        if dtype == torch.float16 and 0 < float(largest) < BELOW:
+            continue  # where the original overflows and takes 1
         expected = compressed.library().generate_gparam(-largest, largest)
         assert same_bits(global_scale(torch.cat([-largest, largest])), expected)
+
+
+def test_a_global_scale_beyond_float16_is_no_one():
+    """compressed-tensors takes 1, and with it every weight becomes zero."""
+    every = magnitudes(torch.float16).flatten()
+    for largest in every[(every > 0) & (every < BELOW)].reshape(-1, 1)[::61]:
+        shared = torch.cat([-largest / 2, largest])
+        assert compressed.library().generate_gparam(-largest, largest).tolist() == [1.0]
+        assert global_scale(shared).tolist() == pytest.approx([2688 / float(largest)], rel=1e-6)
+        assert same_bits(global_scale(-shared.flip(0)), global_scale(shared))
+    inside = every[every >= BELOW].reshape(-1, 1)[:2]
+    for largest in inside:
+        assert compressed.library().generate_gparam(-largest, largest).tolist() != [1.0]
+    assert global_scale(torch.zeros(2, dtype=torch.float16)).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("size", [1e-3, 3e-5])
+def test_small_float16_weights_survive_nvfp4(size):
+    weight = (torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) * size).half()
+    read = quantize_rtn(weight, parse_scheme("NVFP4A16").weight).dequantize().float()
+    noise, signal = (read - weight.float()).square().mean(), weight.float().square().mean()
+    assert float(noise / signal) < 0.02
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
