@@ -179,7 +179,8 @@ class _Check:
         weight = self.output.weights[self.module]
         found = self._compare(comparer)
         scheme = weight.scheme
-        floor = math.inf if scheme is None else sqnr_floor_db(scheme, nearest=self.nearest)
+        is_held = self.nearest or comparer.repeats(self.module)
+        floor = math.inf if scheme is None else sqnr_floor_db(scheme, nearest=is_held)
         bits = 8 * _weight_bytes(self.output, self.module) / max(1, math.prod(weight.shape))
         return LayerReport(
             module=self.module,

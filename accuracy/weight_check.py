@@ -44,7 +44,8 @@ def sqnr_floor_db(scheme: Scheme, *, nearest: bool = False) -> float:
 
     Args:
         scheme: One with codes.
-        nearest: Every element is held to its rounding step as well.
+        nearest: Every element is held to its rounding step as well, or to what quantizing again
+            gives.
     """
     assert scheme.weight is not None, "full precision has no floor: it must be equal"
     grid = scheme.weight.grid
@@ -101,6 +102,7 @@ class WeightChecker:
         self._parts: list[Measured] = []
         self._lost = self._changed = 0
         self._is_equal = True
+        self._is_repeated = False  # quantizing again says what every value has to be
 
     @property
     def row_step(self) -> int:
@@ -116,6 +118,7 @@ class WeightChecker:
             reference: [n, K], what they were made from.
             expected: What quantizing them again gives; None if that is not known.
         """
+        self._is_repeated |= expected is not None
         part = self._candidate.rows(start, start + reference.shape[0])
         values = part.dequantize()
         if expected is not None and not _is_same(expected, part):
@@ -147,10 +150,12 @@ class WeightChecker:
                 torch.cat([getattr(part, name) for part in self._parts])
                 for name in ("noise", "rounding")
             )
-            problem = _noise(noise, rounding) or self._rounding()
+            # a search may clip by more than a step: its noise is not that of rounding
+            is_judged = self._nearest or not self._is_repeated
+            problem = (_noise(noise, rounding) if is_judged else "") or self._rounding()
         if not problem and self._changed:
             problem = f"{self._changed} values are not those that quantizing again gives"
-        floor = sqnr_floor_db(self._scheme, nearest=self._nearest)
+        floor = sqnr_floor_db(self._scheme, nearest=self._nearest or self._is_repeated)
         if not problem and self._sums.sqnr_db < floor:
             problem = (
                 f"SQNR is {self._sums.sqnr_db:.2f} dB, expected at least {floor:.1f} dB for "

@@ -57,7 +57,7 @@ class WeightComparer:
     ) -> WeightCheck:
         """Compare a quantized weight with its source; quantize it once more if a plan says how."""
         row = self._rows.get(module)
-        if row is None or row.scheme is None or row.keeps_values or self._again is None:
+        if row is None or self._again is None or not self.repeats(module):
             for start, rows in self._source_rows(source, origin, checker.row_step):
                 checker.add(start, rows)
             return checker.result()
@@ -69,6 +69,11 @@ class WeightComparer:
         except NonFiniteWeight as error:  # the source has changed since
             return WeightCheck(sums=ErrorSums(noise=math.inf), problem=error.message)
         return checker.result()
+
+    def repeats(self, module: str) -> bool:
+        """True if a weight is quantized once more, to be compared with what was written."""
+        row = self._rows.get(module)
+        return row is not None and row.scheme is not None and not row.keeps_values
 
     def _sharing(self, row: PlanRow) -> list[PlanRow]:
         """Return the rows whose range a scale of this one is computed from."""

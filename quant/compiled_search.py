@@ -222,6 +222,7 @@ def _search(
     tiles, reads, counts, scales, zeros, moves, codes, places, limits, forms, fits, terms, grid
 ):
     low, high, less, smallest = limits
+    given = scales.shape[0] * moves.size
     error, best = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     zero, tried = np.empty(LANES, np.float32), np.empty(3 * LANES, np.float32)
     for t in range(tiles.shape[0]):
@@ -233,25 +234,21 @@ def _search(
         for i in range(LANES):
             best[i] = best[i] * less if best[i] >= smallest else np.float32(0.0)
             place[i] = -1
-        for c in range(scales.shape[0]):
-            for move in moves:
+        for c in range(given + fits):
+            if c < given:
                 for i in range(LANES):
-                    moved = zeros[t, i] + move
+                    moved = zeros[t, i] + moves[c % moves.size]
                     moved = low if moved < low else moved
                     zero[i] = high if moved > high else moved
-                _put(tried, scales[c, t], zero)
-                _squares(tile, tried, low, high, grid, forms[0], terms[0])
-                _weigh(terms[0], count)
-                _sums(terms[0], error)
-                _take(error, best, tried, c, place, scale, chosen)
-        for _ in range(fits):
-            _put(tried, scale, chosen)
-            _fit(tile, count, tried, (low, high), grid, forms, terms, error)
-            _put(tried, error, chosen)
+                _put(tried, scales[c // moves.size, t], zero)
+            else:
+                _put(tried, scale, chosen)
+                _fit(tile, count, tried, (low, high), grid, forms, terms, error)
+                _put(tried, error, chosen)
             _squares(tile, tried, low, high, grid, forms[0], terms[0])
             _weigh(terms[0], count)
             _sums(terms[0], error)
-            _take(error, best, tried, scales.shape[0], place, scale, chosen)
+            _take(error, best, tried, c // moves.size, place, scale, chosen)
         _put(tried, scale, chosen)
         _codes(tile, tried, low, high, grid, codes[t])
         scales[0, t], zeros[t] = scale, chosen
