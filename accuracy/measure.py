@@ -75,8 +75,10 @@ def has_steps(grid: Grid) -> bool:
     return grid.is_integer or grid.is_float8 or grid.name.startswith(("e2m1", "e2m3", "e3m2"))
 
 
-def measure(part: QuantTensor, values: Tensor, reference: Tensor, *, nearest: bool) -> Measured:
-    """Measure some rows.
+def measure(
+    part: QuantTensor, values: Tensor, reference: Tensor, *, nearest: bool
+) -> Measured | None:
+    """Measure some rows; None if values are not finite, or codes have no steps.
 
     Args:
         part: [N, K].

@@ -48,6 +48,10 @@ class GrowingDigests:
     def add(self, names: Iterable[str]) -> None:
         """Take up tensors that are written."""
         for growing in {self._of[name]: None for name in names if self._of[name].add(name)}:
+            self._catch_up(growing)
+
+    def _catch_up(self, growing: _Growing) -> None:
+        if growing.claim():  # else a thread is at it, and sees what is new
             self._jobs.append(self._pool.submit(growing.catch_up))
 
     def finish(self, *, everything: bool) -> dict[str, str]:
@@ -63,7 +67,7 @@ class GrowingDigests:
             if everything:
                 for name in growing.file.tensors:
                     growing.add(name)
-            self._jobs.append(self._pool.submit(growing.catch_up))
+            self._catch_up(growing)
         for job in self._jobs:
             job.result()
         return {growing.file.name: growing.digest() for growing in self._growing}
@@ -79,33 +83,48 @@ class _Growing:
         self._hashed = self._ready = len(file.header)
         self._waiting = sorted(file.tensors, key=lambda name: file.offsets[name], reverse=True)
         self._written: set[str] = set()
-        self._reading = threading.Lock()
+        self._lock = threading.Lock()
+        self._is_claimed = False
 
     def add(self, name: str) -> bool:
         """Take up a tensor that is written; True if more of the file can be hashed."""
         self._written.add(name)
-        before = self._ready
+        before, ready = self._ready, self._ready
         while self._waiting and self._waiting[-1] in self._written:
             last = self._waiting.pop()
-            self._ready = self.file.offsets[last] + self.file.tensors[last].num_bytes
-        return self._ready > before
+            ready = self.file.offsets[last] + self.file.tensors[last].num_bytes
+        with self._lock:
+            self._ready = ready
+        return ready > before
+
+    def claim(self) -> bool:
+        """Claim the file for the calling thread's job; False if another has it."""
+        with self._lock:
+            is_free, self._is_claimed = not self._is_claimed, True
+            return is_free
 
     def catch_up(self) -> None:
-        """Hash what is ready; one thread at a time."""
-        with self._reading:
-            descriptor = self._files.descriptor(self.file.name)
-            while self._hashed < self._ready:
+        """Hash what is ready, and give the file free; who calls has claimed it."""
+        descriptor = self._files.descriptor(self.file.name)
+        while True:
+            with self._lock:
                 many = min(_PIECE, self._ready - self._hashed)
-                try:
-                    piece = os.pread(descriptor, many, self._hashed)
-                except OSError as error:
-                    raise OutputError(
-                        f"cannot read `{self.file.name}` back: {error.strerror or error}"
-                    ) from error
-                if not piece:
-                    raise OutputError(f"`{self.file.name}` has become shorter while it was written")
-                self._digest.update(piece)
-                self._hashed += len(piece)
+                if not many:
+                    self._is_claimed = False
+                    return
+            self._hash(descriptor, many)
+
+    def _hash(self, descriptor: int, many: int) -> None:
+        try:
+            piece = os.pread(descriptor, many, self._hashed)
+        except OSError as error:
+            raise OutputError(
+                f"cannot read `{self.file.name}` back: {error.strerror or error}"
+            ) from error
+        if not piece:
+            raise OutputError(f"`{self.file.name}` has become shorter while it was written")
+        self._digest.update(piece)
+        self._hashed += len(piece)
 
     def digest(self) -> str:
         """Return the digest of the whole file."""
