@@ -134,9 +134,7 @@ def find_range(weight: Tensor) -> Tensor | None:
 
     Both are NaN where one is. None as for `quantize`.
     """
-    if not _is_read(weight) or not _is_worth_it(weight.numel()):
-        return None
-    modules = _modules()
+    modules = _modules_for(weight.numel()) if _is_read(weight) else None
     if modules is None:
         return None
     found = torch.empty(2, dtype=weight.dtype)
@@ -156,9 +154,7 @@ def pack_dense(fields: Tensor, bits: int, *, signed: bool) -> Tensor | None:
         [N, K * bits / 8] uint8, or None as for `quantize`.
     """
     on_cpu = fields.device.type == "cpu" and fields.numel() > 0
-    if not on_cpu or bits not in _BITS or not _is_worth_it(fields.numel()):
-        return None
-    modules = _modules()
+    modules = _modules_for(fields.numel()) if on_cpu and bits in _BITS else None
     if modules is None:
         return None
     loops = modules[1]
@@ -177,13 +173,28 @@ def pack_dense(fields: Tensor, bits: int, *, signed: bool) -> Tensor | None:
     return packed
 
 
+def pack_eight_rows(codes: Tensor) -> Tensor | None:
+    """Pack int4 codes [N, K], N a multiple of 8, to [K, N / 8] int32 as AWQ shuffles them.
+
+    None as for `quantize`.
+    """
+    on_cpu = codes.device.type == "cpu" and codes.numel() > 0
+    modules = _modules_for(codes.numel()) if on_cpu else None
+    if modules is None:
+        return None
+    packed = torch.empty(codes.shape[1], codes.shape[0] // 8, dtype=torch.int32)
+    source, target = bytes_of(codes.contiguous()), packed.numpy().view(np.uint32)
+    modules[1].pack_eight_rows(source, target, np.empty((16, 64), np.uint32))
+    return packed
+
+
 def measure_rows(*arguments: Any) -> bool:  # noqa: ANN401 - arrays and numbers
     """Measure the errors of rows, see `compiled_errors.measure_rows` for the arguments.
 
     Returns:
         False if numba cannot be used, or is not worth its start yet.
     """
-    if not _is_worth_it(arguments[0].size) or _modules() is None:
+    if _modules_for(arguments[0].size) is None:
         return False
     from quantload.quant import compiled_errors
 
@@ -271,9 +282,7 @@ def _loops_for(weight: Tensor, scheme: WeightScheme, given: Tensor | None) -> Mo
         and (scheme.symmetric or (grid.is_integer and scheme.scale == "float" and given is None))
         and (scheme.scale == "float" or scheme.granularity == "group")
     )
-    if not is_known or not _is_worth_it(weight.numel()):
-        return None
-    modules = _modules()
+    modules = _modules_for(weight.numel()) if is_known else None
     return None if modules is None else modules[0]
 
 
@@ -286,6 +295,10 @@ def _is_worth_it(elements: int) -> bool:
     if _seen < _WORTH_STARTING:  # several threads may lose some of each other's
         _seen += elements
     return _seen >= _WORTH_STARTING
+
+
+def _modules_for(elements: int) -> tuple[ModuleType, ModuleType] | None:
+    return _modules() if _is_worth_it(elements) else None
 
 
 @cache
@@ -379,9 +392,6 @@ def _with_e4m3_scales(
     arrays = array_of(weight), bytes_of(codes), stored.numpy()
     loop(*arrays, largest, divisors, width, limits, tags)
     return codes, stored.view(torch.float8_e4m3fn), None
-
-
-# -- masks ----------------------------------------------------------------------------------------
 
 
 def _lanes(width: int, distance: int) -> int:

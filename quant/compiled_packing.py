@@ -2,6 +2,10 @@
 
 Fields come as whole words of 2, 4 or 8 of them, one a byte. Before anything else the bits of `flip`
 are turned over, which makes offset binary of two's complement.
+
+`pack_eight_rows` packs two's complement of 4 bits, one a byte, down the rows: of codes [N, K] the
+word [k, j] of [K, N / 8] holds those of the rows 8 * j and on, at 0, 4, 1, 5, 2, 6, 3, 7. A tile of
+words is turned at a time, so that whole lines of the cache are read and written.
 """
 
 from __future__ import annotations
@@ -36,6 +40,27 @@ def _pack_strings(eights, packed, flip, bits, lanes):
             packed[i * bits + j] = np.uint8(string >> np.uint64(8 * j))
 
 
+def _pack_eight_rows(codes, packed, tile):
+    rows, columns = packed.shape[1], packed.shape[0]
+    height, width = tile.shape
+    for first in range(0, columns, width):
+        count = min(width, columns - first)
+        for above in range(0, rows, height):
+            many = min(height, rows - above)
+            for j in range(many):
+                n = 8 * (above + j)
+                for k in range(count):
+                    word = np.uint32(0)
+                    for i in range(8):
+                        field = np.uint32(codes[n + i, first + k] & np.uint8(15)) ^ np.uint32(8)
+                        word |= field << np.uint32(4 * (i // 2) + 16 * (i % 2))
+                    tile[j, k] = word
+            for k in range(count):
+                for j in range(many):
+                    packed[first + k, above + j] = tile[j, k]
+
+
+pack_eight_rows = Kernel(_pack_eight_rows)
 pack_halves = Kernel(_pack_halves)
 pack_quarters = Kernel(_pack_quarters)
 pack_strings = Kernel(_pack_strings)

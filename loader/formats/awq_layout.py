@@ -52,6 +52,7 @@ from quantload.loader.formats.int_fields import (
 )
 from quantload.loader.formats.module_leaves import ModuleLeaves
 from quantload.loader.source import FLOAT_DTYPES, SourceWeight
+from quantload.quant import compiled
 from quantload.quant.grid import int_grid, uint_grid
 from quantload.quant.packing import pack_dense, unpack_dense, words_dense
 from quantload.quant.qtensor import Evaluation, QuantTensor
@@ -339,6 +340,9 @@ def encode_awq(tensor: QuantTensor) -> dict[str, Tensor]:
 
 def _shuffled_words(codes: Tensor, bits: int) -> Tensor:
     """[N, R] int8 to [R, N * bits / 32] int32: what `_ordered` puts in order."""
+    words = compiled.pack_eight_rows(codes) if bits == 4 else None
+    if words is not None:
+        return words
     places = _ORDER_OF_BYTES if bits == 8 else _ORDER
     fields = torch.unflatten(_transposed(unsigned(codes, bits)), 1, (-1, len(places)))
     return pack_dense(fields[..., torch.tensor(places).argsort()].flatten(1), bits)

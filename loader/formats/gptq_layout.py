@@ -374,7 +374,7 @@ def encode_gptq(tensor: QuantTensor, layout: GptqLayout) -> dict[str, Tensor]:
     if groups is None:
         groups = (torch.arange(columns) // tensor.block[1]).to(torch.int32)
     return {
-        "qweight": _transposed(pack_dense(unsigned(tensor.codes, bits), bits)),
+        "qweight": _transposed(pack_dense(tensor.codes, bits, signed=True)),
         "qzeros": zeros,
         "scales": _transposed(tensor.scale),
         "g_idx": groups,

@@ -235,6 +235,16 @@ def test_a_parameter_and_a_strided_weight():
     assert codes.is_contiguous()
 
 
+@pytest.mark.parametrize("shape", [(8, 1), (8, 100), (264, 65), (16, 256)])
+def test_eight_rows_are_packed_down(shape):
+    codes = torch.randint(-8, 8, shape).to(torch.int8)
+    packed = compiled.pack_eight_rows(codes)
+    assert packed.shape == (shape[1], shape[0] // 8)
+    fields = (codes.numpy().astype(np.int64) + 8).reshape(-1, 8, shape[1])
+    expected = sum(fields[:, i] << (4 * place) for i, place in enumerate((0, 4, 1, 5, 2, 6, 3, 7)))
+    assert packed.numpy().view(np.uint32).T.tolist() == expected.tolist()
+
+
 # -- which way is taken ----------------------------------------------------------------------------
 
 
