@@ -26,7 +26,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -38,7 +37,8 @@ SCRIPT = str(Path(__file__).with_name("convert_with.py"))
 POLL_SECONDS = 0.005
 PIECE = 16 << 20
 MB = 1e6
-COPY, OURS, VERIFIED = "cp -r", "quantload", "quantload, verified"
+COPY, SYNCED = "cp -r", "cp -r and sync"
+OURS, VERIFIED = "quantload", "quantload, verified"
 DEQUANTIZE = "to bfloat16"
 PEERS = {
     "llm-compressor": ("W4A16", "FP8_DYNAMIC", "W8A8"),
@@ -162,7 +162,7 @@ class Bench:
 
         Of quantload, also the plan: it is what imports most.
         """
-        if job.tool == COPY:
+        if job.tool in (COPY, SYNCED):
             return Run(0.0, 0.0, 0, 0)
         python = job.command[0]
         imports = [python, SCRIPT, job.tool]
@@ -213,12 +213,15 @@ def _ours(source: Path, scheme: str, output: Path | str = "OUTPUT") -> tuple[str
     return (sys.executable, *command)
 
 
-def _copy(source: Path, scheme: str) -> Job:
-    return Job(COPY, scheme, ("cp", "-r", str(source), "OUTPUT"))
+def _copies(source: Path, scheme: str) -> dict[Job, Path]:
+    """A copy as it comes, and one that is on the disk when it ends, as an output of ours is."""
+    synced = ("sh", "-c", 'cp -r "$0" "$1" && sync "$1"/*', str(source), "OUTPUT")
+    jobs = [Job(COPY, scheme, ("cp", "-r", str(source), "OUTPUT")), Job(SYNCED, scheme, synced)]
+    return dict.fromkeys(jobs, source)
 
 
 def own_jobs(source: Path, schemes: list[str]) -> dict[Job, Path]:
-    jobs = {_copy(source, "any"): source}
+    jobs = _copies(source, "any")
     for scheme in schemes:
         command = _ours(source, scheme)
         jobs[Job(OURS, scheme, (*command, "--no-verify"))] = source
@@ -230,27 +233,18 @@ def peer_jobs(
     bench: Bench, source: Path, schemes: list[str], pythons: dict[str, str]
 ) -> dict[Job, Path]:
     """Other converters, and ours for each scheme that one of them has."""
-    jobs = {}
+    jobs: dict[Job, Path] = {}
     for scheme in [*schemes, DEQUANTIZE]:
         able = [tool for tool in pythons if scheme in PEERS[tool]]
         if not able:
             continue
         of_scheme = bench.quantized(source) if scheme == DEQUANTIZE else source
-        jobs[_copy(of_scheme, scheme)] = of_scheme
+        jobs |= _copies(of_scheme, scheme)
         jobs[Job(OURS, scheme, (*_ours(of_scheme, scheme), "--no-verify"))] = of_scheme
         for tool in able:
             command = (pythons[tool], SCRIPT, tool, str(of_scheme), "OUTPUT", scheme)
             jobs[Job(tool, scheme, command)] = of_scheme
     return jobs
-
-
-def _by_scheme(series: list[Series]) -> Iterator[tuple[Series, Series, Series | None]]:
-    """Each series, with that of `cp` and that of quantload."""
-    copies = {one.job.scheme: one for one in series if one.job.tool == COPY}
-    ours = {one.job.scheme: one for one in series if one.job.tool == OURS}
-    for one in sorted(series, key=lambda one: one.job.scheme):
-        scheme = one.job.scheme
-        yield one, copies.get(scheme) or copies["any"], ours.get(scheme)
 
 
 def _of(one: Series, other: Series) -> float:
@@ -259,28 +253,34 @@ def _of(one: Series, other: Series) -> float:
     return statistics.median(one.rate(number) / other.rate(number) for number in pairs)
 
 
+def _median(runs: list[Run], attribute: str) -> float:
+    return statistics.median(getattr(run, attribute) for run in runs)
+
+
 def print_table(series: list[Series]) -> None:
     print(
-        "| scheme | tool | seconds | start-up | GB/s | of cp | quantload is faster | CPU s/GB "
-        "| quantload needs less CPU | peak MB | anonymous MB |"
+        "| scheme | tool | seconds | start-up | GB/s | of cp | of cp and sync "
+        "| quantload is faster | CPU s/GB | quantload needs less CPU | peak MB | anonymous MB |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for one, copy, ours in _by_scheme(series):
+    print(f"|{'---|' * 12}")
+    found = {(one.job.tool, one.job.scheme): one for one in series}
+    for one in sorted(series, key=lambda one: (one.job.scheme, one.job.tool)):
+        scheme = one.job.scheme
+        copies = [found.get((tool, scheme)) or found[tool, "any"] for tool in (COPY, SYNCED)]
+        ours = found.get((OURS, scheme))
         is_peer = ours is not None and one.job.tool in PEERS
-        faster = f"{_of(ours, one):.1f}x" if is_peer else ""
-        less = f"{one.cpu_per_gb / ours.cpu_per_gb:.1f}x" if is_peer else ""
         cells = [
-            one.job.scheme,
+            scheme,
             one.job.tool,
-            f"{statistics.median(run.seconds for run in one.runs):.2f}",
+            f"{_median(one.runs, 'seconds'):.2f}",
             f"{one.startup.seconds:.2f}",
             f"{one.median_rate:.3f}",
-            f"{_of(one, copy):.3f}",
-            faster,
+            *(f"{_of(one, copy):.3f}" for copy in copies),
+            f"{_of(ours, one):.1f}x" if is_peer else "",
             f"{one.cpu_per_gb:.2f}",
-            less,
-            f"{statistics.median(run.peak for run in one.runs) / MB:.0f}",
-            f"{statistics.median(run.anonymous for run in one.runs) / MB:.0f}",
+            f"{one.cpu_per_gb / ours.cpu_per_gb:.1f}x" if is_peer else "",
+            f"{_median(one.runs, 'peak') / MB:.0f}",
+            f"{_median(one.runs, 'anonymous') / MB:.0f}",
         ]
         print(f"| {' | '.join(cells)} |", flush=True)
 
@@ -337,7 +337,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--schemes", nargs="+", default=["W4A16", "FP8_DYNAMIC", "W8A8"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-gb", type=float, default=1.0)
-    parser.add_argument("--peer-rounds", type=int, default=3)
+    parser.add_argument("--peer-rounds", type=int, default=2)
     for tool in PEERS:
         parser.add_argument(f"--{tool}", metavar="PYTHON")
     parser.add_argument("--memory-only", action="store_true")
