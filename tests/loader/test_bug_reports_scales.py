@@ -103,6 +103,13 @@ def test_br034_group_does_not_divide(tmp_path, columns, group):
     folder = tiny.write(tmp_path / "in", tiny.config(layers=1), plain(module, 64, columns))
     with pytest.raises(ConfigError, match=rf"`{module}`.*{columns} columns.*{group}"):
         quantload.convert(folder, tmp_path / "out", "W4A16", group_size=group)
+    with pytest.raises(ConfigError, match=rf"`{module}`.*{columns} columns.*{group}"):
+        quantload.convert(folder, tmp_path / "out", f"W4A16:g{group}")
+    told = CliRunner().invoke(
+        main, ["convert", str(folder), str(tmp_path / "out"), "--scheme", f"W4A16:g{group}"]
+    )
+    assert told.exit_code == 2
+    assert all(text in told.stderr for text in (module, str(columns), str(group)))
     assert not (tmp_path / "out").exists()
     plan = plan_of(folder, f"W4A16:g{group}", [f"{module}=W4A16:g16"])
     assert str(rows_of(plan)[module].scheme) == "W4A16:g16"
@@ -164,18 +171,20 @@ def test_br040_u8_scale_as_linear(tmp_path, method):
 
 
 def test_br042_ue8m0_round_first(tmp_path):
-    """Inputs of MX layers are the only place where powers of two are made here."""
+    """Powers of two are rounded before codes are computed: of inputs, and of weights."""
     scheme = InputScheme(grid=E4M3_GRID, granularity="group", group_size=32, scale="e8m0")
     x = torch.zeros(1, 32)
     x[0, :2] = torch.tensor([1.0, 0.3])
     assert fake_quantize(x, scheme)[0, :3].tolist() == [1.0, 0.3125, 0.0]
-    codes = torch.zeros(1, 32, dtype=torch.uint8)
-    codes[0, :2] = torch.tensor([0x78, 0x6A])
     module = f"{LAYER}.mlp.up_proj"
-    stored = {f"{module}.weight": codes.view(E4M3)}
-    stored[f"{module}.weight_scale"] = torch.tensor([[119]], dtype=torch.uint8)
-    found = opened(write(tmp_path, stored, MX_CONFIGS["modelopt"])).read_dense(module)
-    assert found[0, :3].tolist() == [1.0, 0.3125, 0.0]
+    folder = tiny.write(tmp_path / "in", tiny.config(layers=1), {f"{module}.weight": x.bfloat16()})
+    written = opened(converted(folder, tmp_path / "out", "MXFP8"))
+    leaves = {
+        leaf: written.checkpoint.read(f"{module}.{leaf}") for leaf in ("weight", "weight_scale")
+    }
+    assert leaves["weight"].view(torch.uint8)[0, :3].tolist() == [0x78, 0x6A, 0]
+    assert leaves["weight_scale"].view(torch.uint8).tolist() == [[119]]
+    assert written.read_dense(module)[0, :3].tolist() == [1.0, 0.3125, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -234,7 +243,18 @@ def test_br045_divisor_or_multiplier(tmp_path):
     assert source.checkpoint.read(f"{module}.weight_global_scale").item() == 256.0
 
 
-def test_br046_mx_scale_from_amax_over_6():
+def test_br046_mx_scale_from_amax_over_6(tmp_path):
+    module = f"{LAYER}.mlp.up_proj"
+    weight = torch.zeros(3, 32)
+    weight[:, 0] = torch.tensor([2.7, 5.5, 1.2])
+    folder = tiny.write(tmp_path / "in", tiny.config(layers=1), {f"{module}.weight": weight})
+    written = opened(converted(folder, tmp_path / "out", "MXFP4A16"))
+    scale = written.checkpoint.read(f"{module}.weight_scale").view(torch.uint8)
+    assert scale.tolist() == [[126], [127], [125]]
+    assert written.read_dense(module)[:, 0].tolist() == [3.0, 6.0, 1.0]  # 5.4, 5.5, 4.8 on e2m1
+
+
+def test_br046_mx_scale_of_inputs():
     """Inputs in MXFP4 stay in full precision; in MXFP8 the exponent comes from amax itself."""
     scheme = InputScheme(grid=E4M3_GRID, granularity="group", group_size=32, scale="e8m0")
     x = torch.zeros(3, 32)
@@ -280,8 +300,34 @@ def test_br050_fp16_scale_underflow(tmp_path, caplog):
     assert f"1 group of `{module}`" in caplog.text
 
 
+def _gate_and_up(folder, up):
+    """NVFP4 of a gate with the largest value 6 beside an up projection."""
+    gate, names = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), ("gate", "up")
+    gate = (gate / gate.abs().max() * 6).bfloat16()
+    tensors = {f"{LAYER}.mlp.{n}_proj.weight": w for n, w in zip(names, (gate, up), strict=True)}
+    source = tiny.write(folder / "in", tiny.config(layers=1), tensors)
+    return opened(converted(source, folder / "out", "NVFP4A16")), f"{LAYER}.mlp"
+
+
 def test_br053_zero_projection_in_fused_group(tmp_path):
-    """A fused group with a projection of zeros: each keeps its own global scale."""
+    zeros = torch.zeros(32, 64, dtype=torch.bfloat16)
+    found, mlp = _gate_and_up(tmp_path / "zeros", zeros)
+    other, _ = _gate_and_up(tmp_path / "small", zeros + 0.5)
+    assert not found.read_dense(f"{mlp}.up_proj").any()
+    scales = {
+        name: found.checkpoint.read(f"{mlp}.{name}_proj.weight_global_scale")
+        for name in ("gate", "up")
+    }
+    assert all(bool((scale.isfinite() & (scale > 0)).all()) for scale in scales.values())
+    assert torch.equal(scales["gate"], scales["up"])
+    for leaf in ("weight_packed", "weight_scale", "weight_global_scale"):
+        name = f"{mlp}.gate_proj.{leaf}"
+        same = found.checkpoint.read(name), other.checkpoint.read(name)
+        assert torch.equal(*(tensor.view(torch.uint8) for tensor in same)), leaf
+
+
+def test_br053_a_projection_of_zeros_keeps_its_own_global_scale(tmp_path):
+    """A fused group that was quantized elsewhere, each with its own global scale."""
     gate, up = f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"
     (tensors, _), (zeros, _) = _one_nvfp4(gate), _one_nvfp4(up)
     zeros[f"{up}.weight"] = torch.zeros(4, 16, dtype=torch.uint8)

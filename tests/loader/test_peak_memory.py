@@ -82,8 +82,9 @@ def model(tmp_path_factory):
 def test_a_process_takes_no_more_than_is_stated(tmp_path, model, encoding, memory):
     source = converted(model, tmp_path / "fp8", "FP8_BLOCK") if encoding == "fp8" else model
     taken, with_verification, stated, verifying = measured(source, tmp_path / "out", memory=memory)
-    assert taken <= stated <= 2.2 * taken
-    assert with_verification <= max(stated, verifying) <= 2.2 * with_verification
+    most = 3.5 if encoding == "fp8" else 2.2  # threads may decode their largest weights in turn
+    assert taken <= stated <= most * taken
+    assert with_verification <= max(stated, verifying) <= most * with_verification
 
 
 def test_most_at_a_time():

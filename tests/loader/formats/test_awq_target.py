@@ -40,7 +40,9 @@ def model_of(scheme, *, dtype=torch.bfloat16, **kept):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_reads_back_bit_for_bit(scheme, dtype):
-    assert_reads_back(AWQ, model_of(scheme, dtype=dtype, up_proj=(40, 256)))
+    modules = model_of(scheme, dtype=dtype, up_proj=(40, 256))
+    found = assert_reads_back(AWQ, modules)
+    assert {m for m, w in found.weights.items() if not w.is_quantized} == {f"{LAYER}.up_proj"}
 
 
 @pytest.mark.parametrize("name", PRODUCED)
