@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -210,14 +211,21 @@ def compare_weights(reference: Source, candidate: Source, progress: Progress) ->
     )
 
 
-def _limits(reference: SourceWeight, candidate: SourceWeight) -> dict[str, float]:
+class _Limits(TypedDict, total=False):
+    """Limits of a row of a comparison; none if its schemes differ."""
+
+    weight_limit: float
+    output_limit: float
+
+
+def _limits(reference: SourceWeight, candidate: SourceWeight) -> _Limits:
     """Return the limits of a row by field: see the top of the file."""
     if reference.scheme != candidate.scheme:
-        return {}
-    return {
-        "weight_limit": cast_limit(reference.dtype, candidate.dtype),
-        "output_limit": sum_limit(reference.shape[1]),
-    }
+        return _Limits()
+    return _Limits(
+        weight_limit=cast_limit(reference.dtype, candidate.dtype),
+        output_limit=sum_limit(reference.shape[1]),
+    )
 
 
 def cast_limit(one: torch.dtype, other: torch.dtype) -> float:
