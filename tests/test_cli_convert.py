@@ -1,8 +1,11 @@
 """`convert` before and after: forecast, summary, the manifest behind `verify`, and `--push`."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import fake_hub
 import pytest
@@ -43,7 +46,7 @@ def test_the_plan_says_what_it_will_take(tmp_path, folder):
     assert f"output: {size} bytes" in done.stdout
     assert "beside them: 1 files of the source, 2 bytes" in done.stdout
     assert re.search(r"^W4A16:g32 +14 +73728 +4\.\d\d +\d+ *$", done.stdout, re.M)
-    assert re.search(r"^memory: at most 1\.\d\d GiB above", done.stdout, re.M)
+    assert re.search(r"^memory: at most [\d.]+ MiB above", done.stdout, re.M)
     assert re.search(r"^disk: [\d.]+ KiB needed, [\d.]+ GiB free$", done.stdout, re.M)
     assert re.search(
         r"^time: [\d.]+ s to [\d.]+ s with \d+ threads?, without ver", done.stdout, re.M
@@ -56,7 +59,7 @@ def test_the_forecast_in_json(tmp_path, folder):
     done = run("convert", folder, tmp_path / "out", "--scheme", "W8A8", "--plan", "--json")
     content = json.loads(done.stdout)
     forecast = content["forecast"]
-    assert forecast["peak_memory_bytes"] > 1 << 30
+    assert 1 << 26 < forecast["peak_memory_bytes"] < 1 << 29  # of small weights
     assert 0 < forecast["seconds"]["low"] <= forecast["seconds"]["high"] < 60
     assert forecast["rates"]["convert"].keys() == {"W8A8"}
     assert forecast["rates"]["free"] > content["output_bytes"]
@@ -150,6 +153,21 @@ def test_verify_without_source_and_manifest(folder):
     assert "are about a comparison with `--source`" in done.stderr
 
 
+def test_verify_says_what_it_took_from_the_manifest(tmp_path, folder):
+    output = tmp_path / "out"
+    arguments = ("convert", folder, output, "--scheme", "W8A8", "--layers", "1", "--no-verify")
+    assert run(*arguments).exit_code == 0
+    done = run("verify", output, "--source", folder)
+    assert (done.exit_code, done.stderr) == (0, "")
+    notes = [line for line in done.stdout.splitlines() if line.startswith(f"`{MANIFEST}` says: ")]
+    assert [note.partition(": ")[2] for note in notes] == [
+        "only layers 1 of the source were written",
+        "rounded to nearest, every weight is held to its rounding step",
+    ]
+    content = json.loads(run("verify", output, "--source", folder, "--json").stdout)
+    assert content["notes"] == notes
+
+
 # -- push ------------------------------------------------------------------------------------------
 
 
@@ -228,3 +246,20 @@ def test_an_unfinished_output_is_not_pushed(hub, tmp_path, folder):
     with pytest.raises(UploadError, match="is not a finished output"):
         push_folder(unfinished, REPO)
     assert hub.requests == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refused", [None, "GET /api/whoami"])
+def test_one_of_several_processes_uploads(hub, tmp_path, folder, refused):
+    if refused:
+        hub.refusals[refused] = 401
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "-m", "quantload", "convert", str(folder), str(tmp_path / "out")]
+    command += ["--scheme", "W8A8", "--push", REPO, "--workers", "1"]
+    address = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    environment = {**os.environ, **address, "HF_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) is (refused is None), done.stderr
+    assert hub.count("GET /api/whoami") == 1
+    assert hub.count(f"POST /api/models/{REPO}/commit") == (refused is None)
+    assert done.stdout.count("written: ") == done.stdout.count("pushed: ") == (refused is None)

@@ -8,7 +8,9 @@ import yaml
 from converting import converted, plan_of
 from huggingface_hub import ModelCard
 
+from quantload import api
 from quantload.loader.model_card import model_card, split_card
+from quantload.loader.plan import PlanOptions
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SOURCE_CARD = """---
@@ -115,6 +117,14 @@ def test_a_quantized_source_is_named(folder, tmp_path):
         *("tiny", "chat", "quantload", "compressed-tensors", "W8A8", "W4A16")
     ]
     assert "base_model" not in metadata(twice)
+
+
+def test_a_part_of_the_model_says_so(folder):
+    part = "**Only a part of the model, for tests**: layers 1 of the source"
+    made = api.plan(folder, "W8A8", options=PlanOptions(layers="1"))
+    assert part in model_card(made)
+    assert "--layers 1" in model_card(made)
+    assert "Only a part" not in model_card(api.plan(folder, "W8A8"))
 
 
 def test_a_source_without_a_card(tmp_path):
