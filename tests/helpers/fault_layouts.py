@@ -98,7 +98,7 @@ def _index_faults(folder: Path, tmp_path: Path, only: Container[str]) -> Iterato
         name = next(n for n, place in content["weight_map"].items() if place == shard)
         yield f"lose {name}", faults._copy_around(folder, folder / shard, tmp_path / f"no-{shard}")
     name = next(n for n in content["weight_map"] if n in only)
-    other = next(shard for shard in shards if shard != content["weight_map"][name])
+    other = next((s for s in shards if s != content["weight_map"][name]), "model-more.safetensors")
     changes: dict[str, dict[str, str]] = {
         "move": {**content["weight_map"], name: other},
         "unlist": {n: place for n, place in content["weight_map"].items() if n != name},
