@@ -14,6 +14,8 @@ import numpy as np
 from quantload.quant.compiled_jit import Kernel, inlined
 from quantload.quant.compiled_numbers import (
     code_of,
+    e4m3_value,
+    fetch,
     from_order,
     greatest_16,
     greatest_128,
@@ -98,6 +100,15 @@ def _round_part(weight, codes, n, start, stop, scale, zero, limits, tags):
 def _find_largest(weight, start, stop, width, largest):
     largest[:] = 0
     for n in range(start, stop):
+        at = n * weight.shape[1]
+        if width == 16 and largest.size * 16 == weight.shape[1]:
+            for g in range(largest.size):
+                largest[g] = max(largest_16(weight, at + 16 * g), largest[g])
+            continue
+        if width == 32 and largest.size * 32 == weight.shape[1]:
+            for g in range(largest.size):
+                largest[g] = max(largest_32(weight, at + 32 * g), largest[g])
+            continue
         for g in range(largest.size):
             until = min(g * width + width, weight.shape[1])
             largest[g] = _largest_magnitude(weight, n, g * width, until, largest[g])
@@ -105,9 +116,22 @@ def _find_largest(weight, start, stop, width, largest):
 
 @inlined
 def _round_rows(weight, codes, start, stop, width, scales, limits, tags):
+    low, high = limits[0], limits[1]
+    grid, arithmetic, ahead = tags[0], tags[1], weight.shape[1]
     for n in range(start, stop):
+        at = n * ahead
+        if width == 16 and scales.size * 16 == ahead:
+            for g in range(scales.size):
+                scale, k = widened(scales[g]), at + 16 * g
+                round_16(weight, codes, k, scale, None, low, high, grid, arithmetic, ahead)
+            continue
+        if width == 32 and scales.size * 32 == ahead:
+            for g in range(scales.size):
+                scale, k = widened(scales[g]), at + 32 * g
+                round_32(weight, codes, k, scale, None, low, high, grid, arithmetic, ahead)
+            continue
         for g in range(scales.size):
-            until = min(g * width + width, weight.shape[1])
+            until = min(g * width + width, ahead)
             scale = widened(scales[g])
             _round_part(weight, codes, n, g * width, until, scale, None, limits, tags)
 
@@ -159,14 +183,6 @@ def _power_of_two(top, form, like):
     bits = byte << 23 if byte > 0 else 1 << 22
     scale = stored(from_order(np.int32(bits), np.float32(0.0)), like)
     return (np.uint8(byte), scale) if magnitude(scale) != 0 else (np.uint8(127), one)
-
-
-@inlined
-def _e4m3_value(code):
-    exponent, mantissa = np.int64(code) >> 3 & 15, np.int64(code) & 7
-    if exponent == 0:
-        return np.float32(mantissa) * np.float32(2.0**-9)
-    return from_order(np.int32((exponent + 127 - 7) << 23 | mantissa << 20), np.float32(0.0))
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -236,8 +252,8 @@ def _e4m3_scales(weight, codes, scales, largest, divisors, width, limits, tags):
             top = widened_any(from_order(largest[g], weight[0, 0]))
             scale = outer * widened_any(stored(top / steps, weight[0, 0]))
             code = code_of(most if scale > most else scale, np.uint8(0))
-            scales[n, g] = code if code != 0 else np.uint8(0x20)  # 0.125
-            divisors[g] = _e4m3_value(scales[n, g]) / outer
+            code = code if code != 0 else np.uint8(0x20)  # 0.125
+            scales[n, g], divisors[g] = code, e4m3_value(code) / outer
         _round_rows(weight, codes, n, n + 1, width, divisors, limits, tags)
 
 
@@ -250,8 +266,8 @@ def _e4m3_multipliers(weight, codes, scales, largest, divisors, width, limits, t
             scale = widened_any(from_order(largest[g], weight[0, 0])) / (steps * outer)
             scale = np.float32(1.0) if scale == 0 else scale
             scale = least if scale < least else scale
-            scales[n, g] = code_of(most if scale > most else scale, np.uint8(0))
-            divisors[g] = _e4m3_value(scales[n, g]) * outer
+            code = code_of(most if scale > most else scale, np.uint8(0))
+            scales[n, g], divisors[g] = code, e4m3_value(code) * outer
         _round_rows(weight, codes, n, n + 1, width, divisors, limits, tags)
 
 
@@ -261,7 +277,10 @@ def _e4m3_multipliers(weight, codes, scales, largest, divisors, width, limits, t
 def _range(weight, found):
     """Write the smallest and the largest number; two NaN if there is one."""
     lowest = highest = order(weight[0, 0])
+    columns = weight.shape[1]
     for n in range(weight.shape[0]):
+        for k in range(0, columns, 64 // weight.itemsize):  # the next row, by lines of the cache
+            fetch(weight, (n + 1) * columns + k)
         lowest, highest = _lowest_and_highest(weight, n, 0, weight.shape[1], lowest, highest)
     low, high = from_order(lowest, weight[0, 0]), from_order(highest, weight[0, 0])
     has_low, has_high = widened_any(low) == widened_any(low), widened_any(high) == widened_any(high)

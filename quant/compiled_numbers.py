@@ -126,8 +126,35 @@ def code_of(context, value, grid):
     return types.uint8(types.float32, grid), build
 
 
+@intrinsic
+def e4m3_value(context, code):
+    """The value of a positive e4m3 code as float32."""
+
+    def build(_, builder, __, values):
+        moved = builder.shl(builder.zext(values[0], _I32), _I32(23 - 3))
+        one = _I32((127 - 6) << 23)  # the smallest normal number; subnormals count from it
+        counted = _to_float(builder, builder.add(moved, one))
+        small = builder.fsub(counted, _to_float(builder, one))
+        normal = _to_float(builder, builder.add(moved, _I32((127 - 7) << 23)))
+        is_small = builder.icmp_unsigned("<", moved, _I32(1 << 23))
+        return builder.select(is_small, small, normal)
+
+    return types.float32(code), build
+
+
 # -- runs of neighbours ----------------------------------------------------------------------------
 # Arrays are contiguous; `at` counts numbers from their start.
+
+
+@intrinsic
+def fetch(context, weight, at):
+    """Fetch a number into the cache, with the line around it; it may lie beyond the array."""
+
+    def build(context, builder, _, values):
+        _prefetch(builder, _place(context, builder, weight, *values))
+        return context.get_dummy_value()
+
+    return types.void(weight, at), build
 
 
 def _rounding(lanes: int):

@@ -27,6 +27,7 @@ Letters: R blocks of rows, G groups of columns, r and c rows and columns of one 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -67,16 +68,18 @@ def quantize_rtn(
         ConfigError: The group size does not divide K, or the weight leaves the stated range.
         NonFiniteWeight: The weight holds NaN or infinity, or its scale overflows the dtype.
     """
-    own = shared_range(weight) if scheme.shares_range else None
-    if own is not None and not _is_finite(own):  # e4m3 scales are clamped: they do not tell
-        raise _not_finite(weight, scheme)
-    if own is not None and shared is not None:
-        _check_range(own, shared)
-    shared = own if shared is None else shared
+    if scheme.shares_range:
+        own = shared_range(weight)
+        if not all(map(math.isfinite, own.tolist())):  # e4m3 scales are clamped: they do not tell
+            raise _not_finite(weight, scheme)
+        if shared is not None:
+            _check_range(own, shared)
+        shared = own if shared is None else shared
     quantized = _by_compiled_loops(weight, scheme, shared)
     if quantized is None:
         quantized = round_to_nearest(weight, scheme, shared=shared)
-    if not _is_finite(quantized.scale):  # min and max carry NaN into the scale
+    # min and max carry NaN into the scale; of e4m3 scales the range has told
+    if scheme.scale != "e4m3" and not _is_finite(quantized.scale):
         raise _not_finite(weight, scheme)
     return quantized
 
@@ -131,13 +134,27 @@ def _by_compiled_loops(
     weight: Tensor, scheme: WeightScheme, shared: Tensor | None
 ) -> QuantTensor | None:
     outer = given = None
-    if shared is not None and scheme.scale == "e4m3":
-        outer = global_scale(shared)
-    elif shared is not None and scheme.granularity == "tensor":
-        low, high = shared.reshape(2, 1, 1)
-        given, _ = minmax_scale(low, high, scheme.grid, symmetric=True)
+    if shared is not None and weight.device.type == "cpu":
+        if scheme.scale == "e4m3":
+            outer = _global_scale(*shared.tolist(), shared.dtype).clone()
+        elif scheme.granularity == "tensor":
+            given = _tensor_scale(*shared.tolist(), shared.dtype, scheme.grid).clone()
     found = compiled.quantize(weight, scheme, given=given, outer=outer)
     return None if found is None else _assembled(weight, scheme, *found, outer=outer)
+
+
+# Slices of a weight ask for the same ones, and each takes a dozen calls to PyTorch.
+
+
+@lru_cache
+def _global_scale(low: float, high: float, dtype: torch.dtype) -> Tensor:
+    return global_scale(torch.tensor([low, high], dtype=dtype))
+
+
+@lru_cache
+def _tensor_scale(low: float, high: float, dtype: torch.dtype, grid: Grid) -> Tensor:
+    ends = torch.tensor([low, high], dtype=dtype).reshape(2, 1, 1)
+    return minmax_scale(ends[0], ends[1], grid, symmetric=True)[0]
 
 
 def _assembled(
@@ -192,13 +209,15 @@ def scaled_blocks(blocks: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # no sum of these overflows float64, and NaN and infinity survive it: one pass, no temporaries
-    return math.isfinite(tensor.to(torch.float32).sum(dtype=torch.float64).item())
+    if tensor.dtype == torch.float8_e8m0fnu:
+        return int(tensor.view(torch.uint8).amax()) < 255  # NaN
+    # no sum of these overflows float64, and NaN and infinity survive it
+    return math.isfinite(tensor.sum(dtype=torch.float64).item())
 
 
 def _check_range(own: Tensor, shared: Tensor) -> None:
     """Refuse a range that is not finite, or that the weight leaves: codes would be clipped."""
-    low, high, least, greatest = torch.cat([shared, own.to(shared.device)]).tolist()
+    low, high, least, greatest = *shared.tolist(), *own.tolist()
     if not math.isfinite(low) or not math.isfinite(high):
         raise NonFiniteWeight(
             f"what shares a scale with a weight reaches from {low} to {high}, expected finite "

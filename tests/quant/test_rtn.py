@@ -74,11 +74,16 @@ def assert_stored_equal(weight, name):
             quantize_rtn(weight, scheme.weight)
         return
     ours = quantize_rtn(weight, scheme.weight)
+    values = compressed.compressors()[layout].decompress(leaves, theirs)["weight"]
+    if weight.dtype == torch.float16 and ours.outer is not None and float(ours.outer) > 65504:
+        # where the global scale overflows float16 theirs is 1, and every weight becomes zero
+        assert not values.any()
+        assert ours.dequantize().any()
+        return
     stored = weight_leaves(ours, scheme)
     assert set(stored) == set(leaves)
     for leaf, expected in leaves.items():
         assert same_bits(stored[leaf], expected), leaf
-    values = compressed.compressors()[layout].decompress(leaves, theirs)["weight"]
     assert same_bits(ours.dequantize(), values)
 
 
