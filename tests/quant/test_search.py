@@ -193,7 +193,7 @@ def test_mxfp4_takes_the_best_of_all_powers_of_two():
     blocks = weight.double().reshape(-1, 32).numpy()
     scales = (2.0 ** np.arange(-20, 5))[:, None].repeat(len(blocks), axis=1)
     best = best_of(blocks, scales, E2M1)
-    np.testing.assert_allclose(errors(found, weight).flatten().numpy(), best, rtol=1e-4)
+    assert np.allclose(errors(found, weight).flatten().numpy(), best, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
