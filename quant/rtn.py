@@ -148,12 +148,12 @@ def _by_compiled_loops(
 
 @lru_cache
 def _global_scale(low: float, high: float, dtype: torch.dtype) -> Tensor:
-    return global_scale(torch.tensor([low, high], dtype=dtype))
+    return global_scale(torch.tensor([low, high], dtype=dtype, device="cpu"))
 
 
 @lru_cache
 def _tensor_scale(low: float, high: float, dtype: torch.dtype, grid: Grid) -> Tensor:
-    ends = torch.tensor([low, high], dtype=dtype).reshape(2, 1, 1)
+    ends = torch.tensor([low, high], dtype=dtype, device="cpu").reshape(2, 1, 1)
     return minmax_scale(ends[0], ends[1], grid, symmetric=True)[0]
 
 

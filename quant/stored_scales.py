@@ -25,6 +25,7 @@ Letters: R blocks of rows, G groups of columns, r and c rows and columns of one 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -79,8 +80,8 @@ def quantize_on_stored_scales(
         if scheme.scale == "e4m3":
             outer = _outer(reach)
         else:
-            low, high = reach.reshape(2, 1, 1)
-            given = _float_scales(low, high, scheme, scale_dtype, weight.dtype).stored
+            given = _tensor_scale(*reach.tolist(), scheme, scale_dtype, weight.dtype)
+            given = given.to(weight.device, copy=True)
     found = compiled.quantize_on_stored_scales(
         weight, scheme, scale_dtype=scale_dtype, given=given, outer=outer
     )
@@ -140,6 +141,19 @@ def _by_torch(
 
 
 # -- scales ----------------------------------------------------------------------------------------
+
+
+@lru_cache  # slices of a weight ask for the same one
+def _tensor_scale(
+    low: float,
+    high: float,
+    scheme: WeightScheme,
+    scale_dtype: torch.dtype,
+    model_dtype: torch.dtype,
+) -> Tensor:
+    """Return the scale [1, 1] of everything that reaches from low to high, on a CPU."""
+    ends = torch.tensor([low, high], device="cpu").reshape(2, 1, 1)
+    return _float_scales(ends[0], ends[1], scheme, scale_dtype, model_dtype).stored
 
 
 def _float_scales(
