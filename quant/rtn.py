@@ -12,7 +12,8 @@
 where zero is always inside [min, max]. Every operation happens in the weight's own dtype, and
 rounds to it: in bfloat16, `w / scale` is a bfloat16 number before it is rounded to a code. With
 e4m3 scales it happens in float32 from `global * ...` on. Scales that are or become zero are
-replaced: floats by their dtype's eps, e4m3 by 0.125, powers of two by 1.
+replaced: floats by their dtype's eps, e4m3 by 0.125, powers of two by 1. One thing differs: a
+global scale that overflows float16, see `global_scale`.
 
 One value for a whole tensor (granularity "tensor", the global scale of NVFP4) comes from the range
 of everything that shares it, see `shared_range`. A weight may then be quantized in slices of rows

@@ -392,6 +392,18 @@ def test_compiled_code_is_kept(tmp_path, monkeypatch):
     assert list((tmp_path / "kept").rglob("*.nbc"))
 
 
+def test_other_sources_are_compiled_anew(tmp_path, monkeypatch):
+    """numba looks at the file of a function alone, not at those of what it calls."""
+    for digest in ("one", "one", "two"):
+        monkeypatch.setattr("quantload.quant.compiled_jit._sources_digest", lambda d=digest: d)
+        compile_copy(tmp_path, monkeypatch, tmp_path / "kept")(np.arange(3))
+    kept = sorted(path.name for path in (tmp_path / "kept").rglob("*.nbi"))
+    assert [("double-one" in name, "double-two" in name) for name in kept] == [
+        (True, False),
+        (False, True),
+    ]
+
+
 def test_a_damaged_cache_is_not_used(tmp_path, monkeypatch):
     compile_copy(tmp_path, monkeypatch, tmp_path / "kept")(np.arange(3))
     index, *_ = (tmp_path / "kept").rglob("*.nbi")
