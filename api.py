@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,13 +58,19 @@ def inspect(source: str | Path) -> Source:
         return open_source(open_checkpoint(source))
 
 
-def facts_of(source: Source, *, trust_remote_code: bool = False) -> ModelFacts:
+def facts_of(
+    source: Source,
+    *,
+    trust_remote_code: bool = False,
+    meanwhile: Callable[[], None] | None = None,
+) -> ModelFacts:
     """Return kinds of modules, fused groups and ties of a checkpoint, in its own names."""
     return probe_facts(
         source.checkpoint.config,
         source.checkpoint.folder,
         [*(weight.parameter_name for weight in source.weights.values()), *source.plain],
         trust_remote_code=trust_remote_code,
+        meanwhile=meanwhile,
     )
 
 
@@ -94,7 +100,8 @@ def plan(
     config = QuantConfig.from_options(scheme, rules, group_size=group_size)
     with without_collections():
         opened = select_layers(opened, options.layers if options else "")
-        facts = facts_of(opened, trust_remote_code=trust_remote_code)
+        target = (options or PlanOptions()).target
+        facts = facts_of(opened, trust_remote_code=trust_remote_code, meanwhile=target.prepare)
         made = make_plan(opened, config, facts, options)
     return replace(made, trust_remote_code=trust_remote_code)
 

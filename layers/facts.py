@@ -7,7 +7,7 @@ told in checkpoint names. A model that cannot be built or probed is no error: th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ def probe_facts(
     parameters: Iterable[str],
     *,
     trust_remote_code: bool = False,
+    meanwhile: Callable[[], None] | None = None,
 ) -> ModelFacts:
     """Return what is known about the modules of a checkpoint, in its names.
 
@@ -45,9 +46,13 @@ def probe_facts(
         folder: Folder of the checkpoint.
         parameters: Names of what it holds, as a checkpoint in full precision names it.
         trust_remote_code: Run model code that comes with the checkpoint.
+        meanwhile: See `run_apart`.
     """
     names = list(parameters)
-    return run_apart(lambda: _probe(config, folder, names, trust_remote_code=trust_remote_code))
+    return run_apart(
+        lambda: _probe(config, folder, names, trust_remote_code=trust_remote_code),
+        meanwhile=meanwhile,
+    )
 
 
 def _probe(

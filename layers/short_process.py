@@ -22,7 +22,9 @@ _log = logging.getLogger("quantload")
 _HEAVY = "transformers.modeling_utils"
 
 
-def run_apart(function: Callable[[], Result]) -> Result:
+def run_apart(
+    function: Callable[[], Result], *, meanwhile: Callable[[], None] | None = None
+) -> Result:
     """Return what a function returns, computed in a copy of this process where that is safe.
 
     It is safe, and of use, while this is the only thread, CUDA is not in use, and transformers'
@@ -30,6 +32,8 @@ def run_apart(function: Callable[[], Result]) -> Result:
 
     Args:
         function: Takes nothing and changes nothing; its result can be pickled.
+        meanwhile: What this process will need later, such as an import; is done while the copy
+            works, and not at all if there is none.
     """
     if not _is_safe():
         return function()
@@ -43,6 +47,8 @@ def run_apart(function: Callable[[], Result]) -> Result:
     if not child:
         _answer(function, sending)
     os.close(sending)
+    if meanwhile is not None:
+        meanwhile()
     with os.fdopen(receiving, "rb") as pipe:
         answer = pipe.read()
     _, status = os.waitpid(child, 0)

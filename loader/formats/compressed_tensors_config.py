@@ -342,6 +342,11 @@ def _format_of_all(formats: Sequence[str]) -> str:
     return formats[0] if len(formats) == 1 else "mixed-precision"
 
 
+def import_library() -> None:
+    """Import compressed-tensors, which imports transformers: seconds."""
+    import compressed_tensors.quantization  # type: ignore[import-untyped]  # noqa: F401
+
+
 def validate_config(config: Mapping[str, Any]) -> None:
     """Have the compressed-tensors library itself check a generated config.
 
@@ -349,9 +354,7 @@ def validate_config(config: Mapping[str, Any]) -> None:
         FormatMismatch: The library refuses it.
     """
     import pydantic
-    from compressed_tensors.quantization import (  # type: ignore[import-untyped]
-        QuantizationConfig,  # imports transformers: seconds
-    )
+    from compressed_tensors.quantization import QuantizationConfig
 
     try:
         QuantizationConfig.model_validate(config)
@@ -373,6 +376,7 @@ __all__ = [
     "Group",
     "Patterns",
     "build_config",
+    "import_library",
     "parse_config",
     "validate_config",
     "written_format",

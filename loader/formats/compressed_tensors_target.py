@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantload.loader.formats.compressed_tensors_config import build_config, validate_config
+from quantload.loader.formats.compressed_tensors_config import (
+    build_config,
+    import_library,
+    validate_config,
+)
 from quantload.loader.formats.compressed_tensors_encode import encode, layout
 from quantload.loader.formats.target import Target, WrittenConfig, WrittenModules
 from quantload.loader.output_files import Leaf
@@ -21,6 +25,10 @@ class CompressedTensorsTarget(Target):
     name = "compressed-tensors"
     title = "all schemes, for vLLM, SGLang and transformers"
     keeps_values = True
+
+    def prepare(self) -> None:
+        """Import the library that checks the config."""
+        import_library()
 
     def obstacle(self, scheme: Scheme, shape: tuple[int, int]) -> str:
         """Every scheme of ours has a form in compressed-tensors."""

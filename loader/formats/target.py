@@ -64,6 +64,9 @@ class Target(ABC):
     title: str
     keeps_values = False
 
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
+        """Import what `config` needs, if that takes long; called while there is time for it."""
+
     @abstractmethod
     def obstacle(self, scheme: Scheme, shape: tuple[int, int]) -> str:
         """Say why a weight [N, K] cannot be written in a scheme; "" if it can.
