@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from quantload import api
 from quantload.accuracy.verify import verify_sources
 from quantload.accuracy.weight_check import check_quantized
+from quantload.loader.manifest import MANIFEST
 from quantload.progress import Silent
 from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import PRESETS, parse_scheme
@@ -236,6 +237,8 @@ def test_a_conversion_is_held_to_its_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(api, "run_plan", damaging)
     (failure,) = api.convert(source, tmp_path / "out", "W4A16").report.failures()
     assert "are not rounded to nearest" in failure
+    assert not api.verify(tmp_path / "out", source).passed  # its manifest says how it was rounded
+    (tmp_path / "out" / MANIFEST).unlink()
     assert api.verify(tmp_path / "out", source).passed
     assert not api.verify(tmp_path / "out", source, nearest=True).passed
 
@@ -247,6 +250,7 @@ def test_nearest_on_the_command_line(tmp_path):
 
     output, source = damaged(tmp_path, scaled(1.15), "W4A16")
     command = ["verify", str(output), "--source", str(source), "--json"]
+    (output / MANIFEST).unlink()  # as if another tool had made it
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.output
     done = CliRunner().invoke(main, [*command, "--nearest"])
