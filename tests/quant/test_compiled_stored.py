@@ -1,4 +1,4 @@
-"""Compiled loops on stored scales: the bits of PyTorch, which other tests hold to slow references."""
+"""Compiled loops on stored scales: the bits of PyTorch, which other tests hold to references."""
 
 import math
 
