@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,6 +153,8 @@ def _statistics(flags: dict[str, Any]) -> InputStatistics | None:
     from quantload.loader.stats import InputStatistics, read_stats
 
     file, stated = flags["stats"], flags["input_absmax"]
+    if stated is not None and not (math.isfinite(stated) and stated > 0):
+        raise ConfigError(f"`--input-absmax` is `{stated}`, expected a finite number above zero")
     if file is not None:
         return read_stats(file, stated=stated)
     return None if stated is None else InputStatistics(stated=stated)

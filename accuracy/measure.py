@@ -76,7 +76,12 @@ def has_steps(grid: Grid) -> bool:
 
 
 def measure(
-    part: QuantTensor, values: Tensor, reference: Tensor, *, nearest: bool
+    part: QuantTensor,
+    values: Tensor,
+    reference: Tensor,
+    *,
+    nearest: bool,
+    weight_dtype: torch.dtype | None = None,
 ) -> Measured | None:
     """Measure some rows; None if values are not finite, or codes have no steps.
 
@@ -84,14 +89,17 @@ def measure(
         part: [N, K].
         values: [N, K], what it decodes to; finite.
         reference: [N, K], what it was made from.
-        nearest: Count what rounding to nearest does not explain; the weight is then taken in the
-            dtype of the arithmetic, since a conversion casts it first.
+        nearest: Count what rounding to nearest does not explain.
+        weight_dtype: dtype to which the weight was cast before it was quantized; None takes that of
+            the arithmetic for wider weights, as a conversion casts them.
     """
     if not has_steps(part.grid):
         return None
+    if weight_dtype is None and reference.dtype in (torch.float32, torch.float64):
+        weight_dtype = part.evaluation.dtype
     target = reference
-    if nearest and reference.dtype in (torch.float32, torch.float64):
-        target = reference.to(part.evaluation.dtype)
+    if nearest and weight_dtype is not None:
+        target = reference.to(weight_dtype)
     in_one_pass = _measure_compiled(part, values, target, reference.dtype, nearest=nearest)
     if in_one_pass is not None:
         return in_one_pass if bool(in_one_pass.noise.isfinite().all()) else None
@@ -150,7 +158,7 @@ def _most_steps(
     if part.zero is not None:
         zero = spread(part, part.zero, with_outer=False)[at].to(torch.float64)
     of_quotient = half_ulp((code - zero).abs() + 2 * half, working)
-    slack = spread(part, scale_slack(part, source), with_outer=False)[at].to(torch.float64)
+    slack = spread(part, scale_slack(part, target.dtype), with_outer=False)[at].to(torch.float64)
     steps = torch.full_like(code, (grid.high - grid.low) / 2)
     clipped = steps * slack
     if part.zero is not None:
@@ -159,9 +167,15 @@ def _most_steps(
         clipped += 2 * half_ulp(2 * steps, working)
     most = half + torch.where(table.is_end[codes], torch.maximum(of_quotient, clipped), of_quotient)
     most += half_ulp(values[at].to(torch.float64), part.rounded_to) / scale
-    if source != working:
-        most += half_ulp(target[at].to(torch.float64), working) / scale
+    if (cast_to := _cast_to(part, target, source)) is not None:
+        most += half_ulp(target[at].to(torch.float64), cast_to) / scale
     return most / (2 * half) * (1 + 1e-12)  # float64 rounds too
+
+
+def _cast_to(part: QuantTensor, target: Tensor, source: torch.dtype) -> torch.dtype | None:
+    """Return the coarsest dtype that a weight went through; None if it had one dtype throughout."""
+    dtypes = {part.evaluation.dtype, target.dtype, source}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps) if len(dtypes) > 1 else None
 
 
 def spread(candidate: QuantTensor, part: Tensor, *, with_outer: bool = True) -> Tensor:
@@ -202,17 +216,17 @@ def _measure_compiled(
     zeros = torch.zeros_like(sizes)
     if part.zero is not None:
         zeros = part.zero.to(torch.float64).expand_as(sizes).contiguous()
-    slack = scale_slack(part, source)
+    slack = scale_slack(part, target.dtype)
     if slack.shape != sizes.shape:
         slack = slack.repeat_interleave(part.block[0], dim=0)[: sizes.shape[0]]
-    table, grid = code_table(part.grid), part.grid
+    table, grid, cast_to = code_table(part.grid), part.grid, _cast_to(part, target, source)
     tables = torch.stack([table.values, table.half_steps, table.is_end.to(torch.float64)])
     floats = [torch.finfo(dtype) for dtype in (part.evaluation.dtype, part.rounded_to)]
     limits = (
         *(number for info in floats for number in (info.eps, info.smallest_normal)),
         (grid.high - grid.low) / 2,
         float(part.zero is not None),
-        float(source != part.evaluation.dtype),
+        0.0 if cast_to is None else torch.finfo(cast_to).eps,
     )
     rows = part.shape[0]
     sums, beyond = np.zeros((rows, 5)), np.zeros(rows, np.int64)

@@ -20,6 +20,7 @@ from quantload.accuracy.weight_comparer import WeightComparer, difference
 from quantload.errors import QuantloadError, listed
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.experts import apart_as_in
+from quantload.loader.model_dtype import config_dtype
 from quantload.loader.peak_memory import beside_tasks
 from quantload.loader.plan import Plan
 from quantload.loader.row_reader import CHUNK_BYTES, region_of
@@ -211,7 +212,13 @@ class _Check:
             return WeightCheck(sums=unknown, problem=error.message)
         if not isinstance(candidate, QuantTensor):  # decoded to floats by its format
             return comparer.compare_dense(self.output, self.module, self.source, self.origin)
-        checker = WeightChecker(candidate, weight.scheme, nearest=self.nearest)
+        checker = WeightChecker(
+            candidate,
+            weight.scheme,
+            nearest=self.nearest,
+            weight_dtype=comparer.weight_dtype(self.module)
+            or config_dtype(self.output.checkpoint.config),
+        )
         return comparer.compare(checker, self.module, self.source, self.origin)
 
 

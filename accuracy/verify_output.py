@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.loader.layer_selection import select_layers
-from quantload.loader.manifest import MANIFEST, read_manifest
+from quantload.loader.manifest import MANIFEST, check_files, read_manifest
 from quantload.loader.source import Source
 from quantload.progress import Progress
 
@@ -40,6 +40,10 @@ def verify_output(
         )
         nearest = True
     report = verify_sources(output, source, progress, nearest=nearest)
+    if options:
+        notes.append(f"every file was held against the sha256 in `{MANIFEST}`")
+        files = check_files(output.checkpoint.folder, threads=2, progress=progress)
+        report = replace(report, problems=(*report.problems, *files.problems))
     return replace(report, notes=tuple(notes))
 
 

@@ -91,10 +91,18 @@ class WeightChecker:
     Args:
         candidate: [N, K].
         scheme: Decides the SQNR floor.
-        nearest: Demand that every element was rounded to nearest, in the dtype of the candidate.
+        nearest: Demand that every element was rounded to nearest.
+        weight_dtype: See `measure`.
     """
 
-    def __init__(self, candidate: QuantTensor, scheme: Scheme, *, nearest: bool) -> None:
+    def __init__(
+        self,
+        candidate: QuantTensor,
+        scheme: Scheme,
+        *,
+        nearest: bool,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
         self._candidate = candidate
         self._scheme = scheme
         self._nearest = nearest
@@ -102,6 +110,7 @@ class WeightChecker:
         self._parts: list[Measured] = []
         self._lost = self._changed = 0
         self._is_equal = True
+        self._weight_dtype = weight_dtype
         self._is_repeated = False  # quantizing again says what every value has to be
 
     @property
@@ -125,7 +134,9 @@ class WeightChecker:
             self._changed += int((expected.dequantize(values.dtype) != values).sum())
         self._is_equal = self._is_equal and torch.equal(values.to(reference.dtype), reference)
         self._lost += _lost_to_zero_scales(part, reference)
-        found = measure(part, values, reference, nearest=self._nearest)
+        found = measure(
+            part, values, reference, nearest=self._nearest, weight_dtype=self._weight_dtype
+        )
         if found is not None:
             self._parts.append(found)
         if found is not None and found.is_of_reference:
@@ -188,6 +199,10 @@ def _not_finite(candidate: QuantTensor, sums: ErrorSums) -> str:
     bad_scales = int((~candidate.scale.to(torch.float32).isfinite()).sum())
     if bad_scales:
         return f"{bad_scales} scales are not finite"
+    if candidate.input_scale is not None:
+        of_input = candidate.input_scale.to(torch.float64)
+        if not bool((of_input.isfinite() & (of_input > 0)).all()):
+            return f"the scale of its input is {of_input.tolist()}, expected positive numbers"
     if sums.num_nonfinite:
         return f"{sums.num_nonfinite} values are not finite"
     if not math.isfinite(sums.noise):

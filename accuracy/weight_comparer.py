@@ -70,6 +70,11 @@ class WeightComparer:
             return WeightCheck(sums=ErrorSums(noise=math.inf), problem=error.message)
         return checker.result()
 
+    def weight_dtype(self, module: str) -> torch.dtype | None:
+        """Return the dtype in which a weight was quantized; None if no plan says it."""
+        row = self._rows.get(module)
+        return None if row is None else row.dtype
+
     def repeats(self, module: str) -> bool:
         """True if a weight is quantized once more, to be compared with what was written."""
         row = self._rows.get(module)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
 from quantload.errors import counted, listed
 from quantload.loader.plan_row import PlanRow
-from quantload.loader.stats import InputStatistics, input_absmax_for
+from quantload.loader.source import Source
+from quantload.loader.stats import InputAbsmax, InputStatistics, input_absmax_for
+
+FROM_SOURCE = "the source"
 
 
 def with_input_numbers(
     rows: Iterable[PlanRow],
     groups: Iterable[tuple[str, ...]],
     stats: InputStatistics | None,
+    source: Source,
 ) -> tuple[tuple[PlanRow, ...], list[str]]:
     """Return rows with the largest |x| of their inputs, and what the user should know of them.
 
@@ -21,6 +26,7 @@ def with_input_numbers(
         rows: Of a plan.
         groups: Fused groups, whose members see one input.
         stats: What is known of inputs.
+        source: Its own numbers serve where the user gives none.
 
     Raises:
         ConfigError: A scheme needs a number that nobody gives.
@@ -30,11 +36,27 @@ def with_input_numbers(
     for row in rows:
         absmax = None
         if row.scheme is not None and not row.keeps_values:
-            absmax = input_absmax_for(
-                row.scheme, row.module, stats, members=members_of.get(row.module, ())
-            )
+            members = members_of.get(row.module, ())
+            absmax = _of_source(row, members, stats, source)
+            absmax = absmax or input_absmax_for(row.scheme, row.module, stats, members=members)
         found.append(row if absmax is None else replace(row, input_absmax=absmax))
     return tuple(found), [*_about_defaults(found), *_about_unused(found, stats, members_of)]
+
+
+def _of_source(
+    row: PlanRow, members: tuple[str, ...], stats: InputStatistics | None, source: Source
+) -> InputAbsmax | None:
+    """Return what a quantized source says of an input; None if it or the user says otherwise."""
+    stats = stats or InputStatistics()
+    modules = [name for name in (row.read_from, *members) if name in source.weights]
+    is_given = stats.stated is not None or any(name in stats.absmax for name in modules)
+    if row.scheme is None or row.scheme.input is None or not row.scheme.input.needs_scale:
+        return None
+    known = [] if is_given else [source.read_input_absmax(name) for name in modules]
+    values = [value for value in known if value is not None]
+    if not values or not math.isfinite(max(values)) or min(values) <= 0:
+        return None
+    return InputAbsmax(max(values), FROM_SOURCE)
 
 
 def _about_defaults(rows: Iterable[PlanRow]) -> list[str]:

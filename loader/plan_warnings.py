@@ -122,7 +122,7 @@ def about_requantizing(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
 
 def about_input_scales(source: Source, rows: tuple[PlanRow, ...]) -> list[str]:
     """Warn of fixed input scales that are not written."""
-    kept = {row.read_from for row in rows if row.keeps_values}
+    kept = {row.read_from for row in rows if row.keeps_values or row.input_absmax is not None}
     dropped = {
         name: None
         for module, weight in source.weights.items()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
+from quantload.quant.grid import E4M3
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import Scheme
 
@@ -181,6 +182,18 @@ class Source:
         if "input_global_scale" in weight.leaves:
             parts["evaluation"] = replace(value.evaluation, input="/")
         return replace(value, **parts)
+
+    def read_input_absmax(self, module: str) -> float | None:
+        """Return the largest |x| that the fixed scale of a module's input covers; None without."""
+        weight = self.weights[module]
+        input = weight.scheme.input if weight.scheme is not None else None
+        leaf = next((name for name in _INPUT_LEAVES if name in weight.leaves), "input_zero_point")
+        if input is None or not input.needs_scale or leaf == "input_zero_point":
+            return None
+        stored = self.checkpoint.read(weight.leaves[leaf]).to(torch.float64)
+        scale = float(1 / stored.min() if leaf == "input_global_scale" else stored.max())
+        reach = input.grid.high * (E4M3.high if input.scale == "e4m3" else 1)
+        return scale * reach
 
     def read_dense(self, module: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read the weight of a module as a float tensor [N, K], in its own dtype or in `dtype`."""

@@ -45,7 +45,7 @@ def _half_ulp(number, eps, smallest):
 @inlined
 def _most_steps(code, zero, half, is_end, value, wanted, scale, slack, limits):
     """Largest error in steps that rounding to nearest leaves at one element."""
-    eps, smallest, value_eps, value_smallest, steps, has_zeros, was_cast = limits
+    eps, smallest, value_eps, value_smallest, steps, has_zeros, cast_eps = limits
     of_quotient = _half_ulp(abs(code - zero) + 2 * half, eps, smallest)
     clipped = steps * slack
     if has_zeros != 0:
@@ -53,8 +53,8 @@ def _most_steps(code, zero, half, is_end, value, wanted, scale, slack, limits):
         clipped = 2 * steps * (slack + eps / 2) + 2 * _half_ulp(2 * steps, eps, smallest)
     most = half + (max(of_quotient, clipped) if is_end else of_quotient)
     most += _half_ulp(value, value_eps, value_smallest) / scale
-    if was_cast != 0:
-        most += _half_ulp(wanted, eps, smallest) / scale
+    if cast_eps != 0:
+        most += _half_ulp(wanted, cast_eps, smallest) / scale
     return most / (2 * half) * (1 + 1e-12)
 
 
@@ -96,7 +96,7 @@ def _measure_rows(values, target, codes, scales, block, tables, limits, nearest,
         block: Rows and columns of a scale.
         tables: [3, 256] float64 by the byte of a code: its value, half its step, 1 at an end.
         limits: eps and smallest normal number of the arithmetic, and of the values; half the grid's
-            steps; 1 if there are zero points; 1 if the weight was cast before.
+            steps; 1 if there are zero points; eps of the dtype to which the weight was cast, or 0.
         nearest: True counts elements that are further off than rounding explains.
         sums: [n, 5] float64, is filled.
         counts: [n] int64, is filled.

@@ -12,7 +12,10 @@ from safetensors.torch import load_file
 from quantload import api
 from quantload.accuracy.verify import verify_sources
 from quantload.accuracy.weight_check import check_quantized
+from quantload.loader.formats.targets import target_named
 from quantload.loader.manifest import MANIFEST
+from quantload.loader.plan import PlanOptions
+from quantload.loader.stats import InputStatistics
 from quantload.progress import Silent
 from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import PRESETS, parse_scheme
@@ -259,3 +262,52 @@ def test_nearest_on_the_command_line(tmp_path):
     assert 1 < layers[UP]["max_steps"] < 2
     assert 0.5 < layers[OTHER]["max_steps"] < 0.6
     assert layers["model.embed_tokens"]["max_steps"] is None
+
+
+FORMATS = [("gptq", "W4A16:g64"), ("gptq", "W4A16_ASYM:g64"), ("awq", "W4A16:g64")]
+FORMATS += [("fp8", "FP8_BLOCK"), ("modelopt", "W4A16:g64"), ("modelopt", "NVFP4A16")]
+
+
+@pytest.mark.parametrize(("format_name", "scheme"), FORMATS)
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_that_are_cast_before_they_are_quantized(tmp_path, format_name, scheme, stored):
+    """A float32 or float16 file of a bfloat16 model, as GGUF files and AWQ sources are."""
+    content = tiny.config(hidden=128, intermediate=256)
+    made = {name: tensor.to(stored) * 1.001 for name, tensor in tiny.tensors(content).items()}
+    source = tiny.write(tmp_path / "source", content, made)
+    options = PlanOptions(target=target_named(format_name), dtype=torch.bfloat16)
+    done = api.convert(source, tmp_path / "out", scheme, options=options)
+    assert done.report.failures() == []
+    assert api.verify(tmp_path / "out", source).failures() == []
+
+
+@pytest.mark.parametrize(("format_name", "scheme"), FORMATS[:3])
+def test_formats_with_stored_scales_are_converted_once_more(tmp_path, format_name, scheme):
+    source = source_in(tmp_path / "source")
+    options = PlanOptions(target=target_named(format_name))
+    first = api.convert(source, tmp_path / "one", scheme, options=options).folder
+    assert api.convert(first, tmp_path / "two", scheme, options=options).report.failures() == []
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0])
+def test_scales_of_inputs_are_positive(tmp_path, number):
+    source = source_in(tmp_path / "source")
+    options = PlanOptions(stats=InputStatistics(stated=12.0))
+    output = api.convert(source, tmp_path / "out", "FP8", options=options).folder
+    tensors = load_file(output / "model.safetensors")
+    tensors[f"{UP}.input_scale"].fill_(number)
+    tiny.save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    failures = verified(output, source, nearest=True).failures()
+    assert [f for f in failures if "the scale of its input is" in f]
+
+
+def test_what_the_codes_do_not_show_is_in_the_manifest(tmp_path):
+    """A config that says less than it did, a number for inputs that is another."""
+    source = source_in(tmp_path / "source")
+    options = PlanOptions(stats=InputStatistics(stated=12.0))
+    output = api.convert(source, tmp_path / "out", "FP8", options=options).folder
+    tensors = load_file(output / "model.safetensors")
+    tensors[f"{UP}.input_scale"] *= 2
+    tiny.save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    report = api.verify(output, source)
+    assert [problem for problem in report.problems if "has changed: its sha256" in problem]

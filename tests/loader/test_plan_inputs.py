@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from quantload.cli import main
 from quantload.errors import ConfigError
+from quantload.loader.formats.targets import target_named
 from quantload.loader.stats import InputStatistics, read_stats
 
 QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
@@ -50,6 +51,41 @@ def test_nvfp4_has_a_default_that_is_told(tmp_path, folder):
     stated = plan_of(folder, "NVFP4", stats=InputStatistics(stated=448.0))
     assert not [w for w in stated.warnings if "default" in w]
     assert rows_of(stated)[DOWN].input_absmax.value == 448.0
+
+
+@pytest.mark.parametrize("format_name", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize(("scheme", "leaf"), [("FP8", "input_scale"), ("NVFP4", "input_scale")])
+def test_numbers_of_a_quantized_source_are_kept(tmp_path, folder, scheme, leaf, format_name):
+    """From one format to another and back, without statistics."""
+    first = converted(folder, tmp_path / "ct", scheme, stats=InputStatistics(stated=7.0))
+    target = target_named(format_name)
+    plan = plan_of(first, scheme, target=target)
+    assert not [w for w in plan.warnings if "input" in w]
+    second = converted(first, tmp_path / "two", scheme, target=target)
+    written = load_file(second / "model.safetensors")
+    if format_name == "modelopt":
+        reach = 448.0 if scheme == "FP8" else 2688.0
+        assert float(written[f"{DOWN}.{leaf}"]) == pytest.approx(7.0 / reach, rel=2**-8)
+    third = converted(second, tmp_path / "three", scheme)
+    one, three = (load_file(f / "model.safetensors") for f in (first, third))
+    name = f"{DOWN}.input_scale" if scheme == "FP8" else f"{DOWN}.input_global_scale"
+    assert float(three[name]) == pytest.approx(float(one[name]), rel=2**-8)
+
+
+def test_what_the_user_states_beats_the_source(tmp_path, folder):
+    first = converted(folder, tmp_path / "ct", "FP8", stats=InputStatistics(stated=7.0))
+    stated = plan_of(
+        first, "FP8", target=target_named("modelopt"), stats=InputStatistics(stated=14.0)
+    )
+    assert rows_of(stated)[DOWN].input_absmax.value == 14.0
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "0", "-3"])
+def test_numbers_that_no_input_reaches(tmp_path, folder, number):
+    command = ["convert", str(folder), str(tmp_path / "out"), "--scheme", "W8A8", "-q"]
+    done = CliRunner().invoke(main, [*command, "--input-absmax", number])
+    assert done.exit_code == 2
+    assert "expected a finite number above zero" in done.output
 
 
 def test_the_command_line(tmp_path, folder):
