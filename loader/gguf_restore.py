@@ -45,6 +45,13 @@ class GgufEntry(TensorEntry):
     steps: tuple[Step, ...] = ()
     late_steps: tuple[Step, ...] = ()
 
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the file holds the elements themselves, one after the other, unchanged."""
+        is_changed = self.parts or self.steps or self.late_steps
+        is_other = self.experts or self.is_transposed
+        return super().is_contiguous and not is_changed and not is_other
+
 
 @dataclass(frozen=True)
 class GgufCheckpoint(Checkpoint):

@@ -17,6 +17,7 @@ from quantload.cli_options import parse_size, read_rules
 from quantload.errors import ConfigError, NotComparable
 from quantload.loader.formats import FORMATS
 from quantload.loader.formats.detect import REFUSED
+from quantload.loader.formats.targets import TARGETS
 from quantload.quant.scheme import PRESETS
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -268,7 +269,9 @@ def test_schemes_and_formats():
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(PRESETS)
     assert "weights int4, group 128, zero points" in done.stdout
     assert "weights e4m3, block 128x128; inputs e4m3 per group 128, dynamic" in done.stdout
-    read, _, refused = run("formats").stdout.partition("\nnot read:\n")
+    read, _, rest = run("formats").stdout.partition("\nwritten, with --format:\n")
+    written, _, refused = rest.partition("\nnot read:\n")
+    assert [line.split()[0] for line in written.splitlines()] == list(TARGETS)
     names = [line.split()[0] for line in read.splitlines()]
     assert names == [row.name for row in FORMATS]
     assert {"dense", "compressed-tensors", "gptq", "awq", "fp8", "gguf"} <= set(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -22,6 +23,7 @@ from quantload.errors import (
 from quantload.loader.checkpoint import Checkpoint, unpermute_rows
 from quantload.loader.formats.gguf import GgufReader
 from quantload.loader.gguf_file import open_gguf
+from quantload.loader.gguf_restore import GgufEntry, minus_one
 from quantload.quant.qtensor import QuantTensor
 
 SHARED = Path(__file__).parents[2] / "../shared/checkpoints/gguf-0.19.0"
@@ -209,3 +211,15 @@ def test_transformers_computes_the_same_logits(tmp_path, folder):
     manifest = json.loads((SHARED / folder / "MANIFEST.json").read_text())
     assert manifest["expected"].endswith("dtype=float32) on CPU")
     torch.testing.assert_close(logits, expected["logits"].float(), rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_converter_changed_is_not_copied_as_it_is(tmp_path):
+    """Raw bytes of norms that are stored plus one would be silently wrong."""
+    place = {"name": "n", "dtype": torch.float32, "shape": (4,), "file": tmp_path, "start": 0}
+    plain = GgufEntry(**place, num_bytes=16)
+    assert plain.is_contiguous
+    assert not replace(plain, steps=(minus_one,)).is_contiguous
+    assert not replace(plain, late_steps=(minus_one,)).is_contiguous
+    assert not replace(plain, parts=(plain,)).is_contiguous
+    assert not replace(plain, is_transposed=True).is_contiguous
+    assert not replace(plain, block_type="Q4_1").is_contiguous
