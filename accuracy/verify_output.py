@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from quantload.accuracy.verify import VerifyReport, verify_sources
+from quantload.errors import CheckpointError
 from quantload.loader.layer_selection import select_layers
 from quantload.loader.manifest import MANIFEST, check_files, read_manifest
 from quantload.loader.source import Source
+from quantload.loader.workers import Resources
 from quantload.progress import Progress
 
 
@@ -30,7 +33,9 @@ def verify_output(
         CheckpointError: There is a manifest, but no sound one.
     """
     notes = []
-    options = _options(output)
+    folder = output.checkpoint.folder
+    is_ours = output.checkpoint.gguf_file is None and (folder / MANIFEST).is_file()
+    options = _options(folder) if is_ours else {}
     if layers := str(options.get("layers") or ""):
         notes.append(f"`{MANIFEST}` says: only layers {layers} of the source were written")
         source = select_layers(source, layers)
@@ -40,17 +45,23 @@ def verify_output(
         )
         nearest = True
     report = verify_sources(output, source, progress, nearest=nearest)
-    if options:
-        files = check_files(output.checkpoint.folder, threads=2, progress=progress)
+    if is_ours:
+        files = check_files(folder, threads=Resources().threads(), progress=progress)
         report = replace(report, problems=(*report.problems, *files.problems))
     return replace(report, notes=tuple(notes))
 
 
-def _options(output: Source) -> dict[str, object]:
-    """Return the options of the conversion that wrote an output; empty if another tool did."""
-    folder = output.checkpoint.folder
-    if output.checkpoint.gguf_file is not None or not (folder / MANIFEST).is_file():
-        return {}
+def _options(folder: Path) -> dict[str, object]:
+    """Return the options of the conversion that wrote an output.
+
+    Raises:
+        CheckpointError: The manifest does not hold them.
+    """
     decisions = read_manifest(folder).get("decisions")
     options = decisions.get("options") if isinstance(decisions, dict) else None
-    return options if isinstance(options, dict) else {}
+    if not isinstance(options, dict):
+        raise CheckpointError(
+            f"`{folder / MANIFEST}` holds no `decisions` with `options`",
+            hint="it was changed since `convert` wrote it",
+        )
+    return options

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from quantload.accuracy.measure import Measured, measure, spread
-from quantload.loader.row_reader import pieces
 from quantload.quant.metrics import ErrorSums, error_sums
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import Scheme
@@ -66,23 +65,6 @@ class WeightCheck:
     sums: ErrorSums
     max_steps: float = math.nan
     problem: str = ""
-
-
-def check_quantized(
-    candidate: QuantTensor, reference: Tensor, scheme: Scheme, *, nearest: bool
-) -> WeightCheck:
-    """Compare a quantized weight with its source.
-
-    Args:
-        candidate: [N, K].
-        reference: [N, K] float dtype, what it was made from.
-        scheme: Decides the SQNR floor.
-        nearest: Demand that every element was rounded to nearest, in the dtype of the candidate.
-    """
-    checker = WeightChecker(candidate, scheme, nearest=nearest)
-    for start, rows in pieces(reference, step=checker.row_step):
-        checker.add(start, rows)
-    return checker.result()
 
 
 class WeightChecker:

@@ -16,6 +16,7 @@ from quantload.loader.casting import cast
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.row_reader import RowReader, pieces, region_of
 from quantload.loader.source import FLOAT_DTYPES, Source
+from quantload.loader.tasks import sharing
 from quantload.loader.weight_rows import WeightRows
 from quantload.quant.metrics import ErrorSums, error_sums
 
@@ -33,10 +34,10 @@ class WeightComparer:
         self._readers = RowReader(_CPU), RowReader(_CPU)
         self._again = None if plan is None else WeightRows(plan, RowReader(_CPU))
         self._rows: dict[str, PlanRow] = {}
-        self._groups: dict[str, tuple[str, ...]] = {}
+        self._sharing: dict[str, tuple[PlanRow, ...]] = {}
         if plan is not None:
             self._rows = {row.module: row for row in plan.rows}
-            self._groups = {module: group for group in plan.groups for module in group}
+            self._sharing = {row.module: rows for rows in sharing(plan) for row in rows}
 
     def __enter__(self) -> WeightComparer:
         return self
@@ -62,7 +63,7 @@ class WeightComparer:
                 checker.add(start, rows)
             return checker.result()
         try:
-            shared = self._again.shared_range(self._sharing(row))
+            shared = self._again.shared_range(self._sharing[module])
             for start, rows in self._source_rows(source, origin, self._again.step_of(row)):
                 weight = cast(rows, row.dtype, module)
                 checker.add(start, rows, expected=self._again.quantize(weight, row, shared))
@@ -79,14 +80,6 @@ class WeightComparer:
         """True if a weight is quantized once more, to be compared with what was written."""
         row = self._rows.get(module)
         return row is not None and row.scheme is not None and not row.keeps_values
-
-    def _sharing(self, row: PlanRow) -> list[PlanRow]:
-        """Return the rows whose range a scale of this one is computed from."""
-        assert row.scheme is not None, "only quantized weights have scales"
-        assert row.scheme.weight is not None, "only quantized weights have scales"
-        members = self._groups.get(row.module, ()) if row.scheme.weight.scale == "e4m3" else ()
-        found = [self._rows[member] for member in members if member in self._rows]
-        return [other for other in found if other.scheme == row.scheme] or [row]
 
     def compare_dense(
         self, output: Source, module: str, source: Source, origin: str

@@ -31,8 +31,6 @@ from quantload.loader.writer import OutputFiles
 from quantload.progress import Progress
 from quantload.quant import compiled
 
-_WORTH_COMPILING = 1 << 27  # bytes that PyTorch quantizes in the seconds that numba needs to start
-
 
 def run_plan(
     plan: Plan,
@@ -112,8 +110,8 @@ def _work(
             digests.add(output.name for output in task.outputs)
         progress.advance(task.source_bytes, note=_note(task))
 
-    if resources.device.type == "cpu" and _quantized_bytes(plan) > _WORTH_COMPILING:
-        compiled.start()
+    if resources.device.type == "cpu":  # before there are threads that would wait for each other
+        compiled.expect(plan.quantized_elements)
     progress.start("convert", total=sum(task.source_bytes for task in share), unit="B")
     work_through(
         share,
@@ -123,10 +121,6 @@ def _work(
         finished=finished,
     )
     progress.finish()
-
-
-def _quantized_bytes(plan: Plan) -> int:
-    return sum(row.source_bytes for row in plan.rows if row.scheme is not None)
 
 
 def _checksum(files: OutputFiles, task: Task) -> int:

@@ -125,7 +125,8 @@ class TaskRunner:
         lost = 0
         for start, weight in self.weights.rows(row, step=self.weights.step_of(row)):
             quantized = self.weights.quantize(weight, row, shared)
-            lost += _lost_groups(weight, quantized)
+            if shared is None:  # else a part may be small beside what it shares its scale with
+                lost += _lost_groups(weight, quantized)
             leaves = self.plan.target.encode(quantized, row.scheme, _matrix_shape(row))
             self._write_leaves(row, leaves, first_row=start)
         _tell_lost_groups(lost, row)
@@ -180,7 +181,7 @@ def _lost_groups(weight: Tensor, quantized: QuantTensor) -> int:
         return 0
     eps = torch.finfo(quantized.scale.dtype).eps
     place = (quantized.scale == eps).nonzero(as_tuple=True)  # stands in for a scale of zero
-    if not place[0].numel() or quantized.scale.shape[0] == 1:
+    if not place[0].numel():
         return 0
     blocks = as_blocks(weight, quantized.block).transpose(1, 2)[place]
     largest = blocks.abs().amax(dim=(1, 2))

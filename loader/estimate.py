@@ -8,7 +8,6 @@ lie (a temporary file, removed at once). It takes about a second, two where loop
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import tempfile
 import time
@@ -259,8 +258,7 @@ def _is_cached(path: Path, start: int) -> bool | None:
 
 def _convert_rates(plan: Plan, resources: Resources) -> dict[str, float]:
     by_scheme = _rows_by_scheme(plan)
-    quantized = (row for rows in by_scheme.values() for row in rows if row.scheme is not None)
-    compiled.expect(sum(math.prod(row.shape) for row in quantized))
+    compiled.expect(plan.quantized_elements)
     found = {}
     with closing(RowReader(resources.device)) as reader:
         weights = WeightRows(plan, reader)

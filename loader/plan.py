@@ -6,6 +6,7 @@ tensor: its dtype, shape, file and offset. Everything later only executes the pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,12 @@ class Plan:
     options: PlanOptions
     trust_remote_code: bool = False
     warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def quantized_elements(self) -> int:
+        """Number of weights that are quantized anew."""
+        rows = (row for row in self.rows if row.scheme is not None and not row.keeps_values)
+        return sum(math.prod(row.shape) for row in rows)
 
     @property
     def output_bytes(self) -> int:

@@ -19,7 +19,7 @@ import torch
 from quantload.errors import ConfigError, FormatMismatch, SourceNotFound, listed
 from quantload.loader.checkpoint import TensorEntry, read_entry
 from quantload.loader.safetensors_header import read_header
-from quantload.quant.activation import constant_input_scale, default_absmax
+from quantload.quant.activation import default_absmax
 from quantload.quant.scheme import Scheme
 
 _LEAF = ".input_absmax"
@@ -143,22 +143,3 @@ def input_absmax_for(
         "fixed scale for its input",
         hint="collect statistics of all layers, or give `--input-absmax X` for those left out",
     )
-
-
-def input_scale_for(
-    scheme: Scheme,
-    module: str,
-    stats: InputStatistics | None = None,
-    *,
-    members: Sequence[str] = (),
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor | None:
-    """Return the number [1] that the checkpoint holds for a module's input.
-
-    Arguments and errors as in `input_absmax_for`; `dtype` as in `constant_input_scale`.
-    """
-    absmax = input_absmax_for(scheme, module, stats, members=members)
-    if absmax is None:
-        return None
-    assert scheme.input is not None, "only inputs that are quantized have a number"
-    return constant_input_scale(scheme.input, absmax.value, dtype=dtype)

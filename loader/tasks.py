@@ -58,7 +58,7 @@ def tasks_of(plan: Plan) -> list[Task]:
     Files are so filled from their start to their end.
     """
     tasks: list[Task] = []
-    for rows in _together(plan):
+    for rows in sharing(plan):
         tasks.append(
             Task(
                 number=len(tasks),
@@ -145,8 +145,8 @@ def _fingerprint(plan: Plan, name: str) -> tuple[object, ...]:
     return (name, str(entry.dtype), entry.shape, entry.file.name, entry.start, entry.num_bytes)
 
 
-def _together(plan: Plan) -> list[tuple[PlanRow, ...]]:
-    """Return the modules of each task, in the order of the plan."""
+def sharing(plan: Plan) -> list[tuple[PlanRow, ...]]:
+    """Return the modules of each task, in the order of the plan: several if they share a value."""
     group_of = {module: number for number, group in enumerate(plan.groups) for module in group}
     tasks: dict[object, list[PlanRow]] = {}
     for row in plan.rows:

@@ -50,8 +50,8 @@ def start() -> bool:
 
 
 def expect(elements: int) -> None:
-    """Tell how many elements are to come: for many of them numba starts at once."""
-    _is_worth_it(elements)
+    """Tell how many elements are to come: for many of them numba starts now."""
+    _modules_for(elements)
 
 
 def quantize(

@@ -70,3 +70,12 @@ def test_a_manifest_that_is_not_sound_is_an_error(folder, tmp_path):
     assert opened(output).is_quantized
     with pytest.raises(CheckpointError, match="is damaged"):
         quantload.verify(output, folder)
+
+
+def test_a_manifest_without_its_options_is_an_error(folder, tmp_path):
+    output = written(folder, tmp_path / "out")
+    content = json.loads((output / MANIFEST).read_text())
+    content["decision"] = content.pop("decisions")
+    (output / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="holds no `decisions` with `options`"):
+        quantload.verify(output, folder)

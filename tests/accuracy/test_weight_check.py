@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from quantload import api
 from quantload.accuracy.verify import verify_sources
-from quantload.accuracy.weight_check import check_quantized
+from quantload.accuracy.weight_check import WeightChecker
 from quantload.loader.formats.targets import target_named
 from quantload.loader.manifest import MANIFEST
 from quantload.loader.plan import PlanOptions
@@ -40,6 +40,12 @@ def source_in(folder, *, intermediate=256):
         for name, tensor in tiny.tensors(content).items()
     }
     return tiny.write(folder, content, made)
+
+
+def check_quantized(candidate, reference, scheme, *, nearest):
+    checker = WeightChecker(candidate, scheme, nearest=nearest)
+    checker.add(0, reference)
+    return checker.result()
 
 
 def swapped(one, two, leaf):

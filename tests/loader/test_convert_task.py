@@ -9,13 +9,14 @@ from converting import plan_of
 from safetensors.torch import load_file
 
 from quantload.errors import CheckpointError, NonFiniteWeight, NotLossless, OutputError
-from quantload.loader import row_reader
+from quantload.loader import convert_task, row_reader
 from quantload.loader.convert import run_plan
 from quantload.loader.formats.targets import TARGETS, target_named
 from quantload.loader.plan_row import SourceRegion
 from quantload.loader.workers import Resources
 from quantload.progress import Silent
-from quantload.quant.scheme import PRESETS, Scheme
+from quantload.quant.rtn import quantize_rtn
+from quantload.quant.scheme import PRESETS, Scheme, parse_scheme
 
 LAYER = "model.layers.0"
 # Rows that end inside blocks of 128, inside words of zero points, and after one row.
@@ -304,3 +305,17 @@ def test_a_write_that_fails(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match=r"out`: No space left on device"):
         run_plan(plan, tmp_path / "out", Silent())
     assert sorted(tmp_path.iterdir()) == [tmp_path / "in"]
+
+
+@pytest.mark.parametrize("rows", [1, 48])
+def test_groups_that_become_zeros_are_told(rows):
+    """A scale below what float16 divides is replaced by its eps, whatever the number of rows."""
+    weight = torch.full((rows, 64), 0.5, dtype=torch.float16)
+    weight[0, :32] = 1.2e-7  # max / 7.5 is zero in float16
+    quantized = quantize_rtn(weight, parse_scheme("W4A16:g32").weight)
+    assert float(quantized.scale[0, 0]) == torch.finfo(torch.float16).eps
+    assert convert_task._lost_groups(weight, quantized) == 1
+    weight[0, :32] = 7.5 * torch.finfo(torch.float16).eps  # a scale of eps that is its own
+    quantized = quantize_rtn(weight, parse_scheme("W4A16:g32").weight)
+    assert float(quantized.scale[0, 0]) == torch.finfo(torch.float16).eps
+    assert convert_task._lost_groups(weight, quantized) == 0

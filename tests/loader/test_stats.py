@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from oracles import same_bits
 from safetensors.torch import save_file
 
 from quantload.errors import ConfigError, FormatMismatch, HeaderError, SourceNotFound
@@ -10,10 +9,9 @@ from quantload.loader.stats import (
     InputAbsmax,
     InputStatistics,
     input_absmax_for,
-    input_scale_for,
     read_stats,
 )
-from quantload.quant.activation import NVFP4_ABSMAX, constant_input_scale
+from quantload.quant.activation import NVFP4_ABSMAX
 from quantload.quant.scheme import PRESETS
 
 FP8, NVFP4 = PRESETS["FP8"], PRESETS["NVFP4"]
@@ -38,7 +36,6 @@ def test_numbers_of_a_file(tmp_path):
 def test_other_schemes_have_no_number(name):
     stats = InputStatistics(absmax={"a": 3.0}, stated=1.0)
     assert input_absmax_for(PRESETS[name], "a", stats) is None
-    assert input_scale_for(PRESETS[name], "a", stats) is None
 
 
 def test_members_that_see_one_input_get_its_largest():
@@ -47,18 +44,9 @@ def test_members_that_see_one_input_get_its_largest():
         assert input_absmax_for(FP8, module, stats, members=("q", "k", "v")).value == 5.0
 
 
-def test_the_number_itself():
-    stats = InputStatistics(absmax={"a": 2.0})
-    scale = input_scale_for(FP8, "a", stats, dtype=torch.bfloat16)
-    assert same_bits(scale, constant_input_scale(FP8.input, 2.0, dtype=torch.bfloat16))
-    expected = constant_input_scale(NVFP4.input, 2.0)
-    assert same_bits(input_scale_for(NVFP4, "a", stats, dtype=torch.bfloat16), expected)
-
-
 def test_nvfp4_has_a_default_and_says_so():
     absmax = input_absmax_for(NVFP4, "a")
     assert absmax == InputAbsmax(NVFP4_ABSMAX, "a default without data", is_default=True)
-    assert same_bits(input_scale_for(NVFP4, "a"), constant_input_scale(NVFP4.input, NVFP4_ABSMAX))
 
 
 def test_fixed_scales_have_no_default(tmp_path):
@@ -71,7 +59,7 @@ def test_fixed_scales_have_no_default(tmp_path):
     )
     file = written(tmp_path, b=torch.tensor([1.0]))
     with pytest.raises(ConfigError) as error:
-        input_scale_for(FP8, "a", read_stats(file))
+        input_absmax_for(FP8, "a", read_stats(file))
     assert str(error.value) == (
         f"tensor `a.input_absmax` is missing in `{file}`, and scheme `FP8` has a fixed scale for "
         "its input\n\nhint: collect statistics of all layers, or give `--input-absmax X` for "
