@@ -41,6 +41,7 @@ from quantload.quant.qtensor import Evaluation, QuantTensor
 from quantload.quant.scales import (
     BlockScales,
     block_scales,
+    check_range,
     global_scale,
     minmax_scale,
     shared_range,
@@ -74,7 +75,7 @@ def quantize_rtn(
         if not all(map(math.isfinite, own.tolist())):  # e4m3 scales are clamped: they do not tell
             raise _not_finite(weight, scheme)
         if shared is not None:
-            _check_range(own, shared)
+            check_range(own, shared)
         shared = own if shared is None else shared
     quantized = _by_compiled_loops(weight, scheme, shared)
     if quantized is None:
@@ -214,24 +215,6 @@ def _is_finite(tensor: Tensor) -> bool:
         return int(tensor.view(torch.uint8).amax()) < 255  # NaN
     # no sum of these overflows float64, and NaN and infinity survive it
     return math.isfinite(tensor.sum(dtype=torch.float64).item())
-
-
-def _check_range(own: Tensor, shared: Tensor) -> None:
-    """Refuse a range that is not finite, or that the weight leaves: codes would be clipped."""
-    low, high, least, greatest = *shared.tolist(), *own.tolist()
-    if not math.isfinite(low) or not math.isfinite(high):
-        raise NonFiniteWeight(
-            f"what shares a scale with a weight reaches from {low} to {high}, expected finite "
-            "values",
-            hint="another part of the weight, or another member of its fused group, holds NaN or "
-            "infinity; `keep` copies tensors as they are",
-        )
-    if least < low or greatest > high:
-        raise ConfigError(
-            f"a weight reaches from {least:.4g} to {greatest:.4g}, but the stated range of what "
-            f"shares its scale is {low:.4g} to {high:.4g}",
-            hint="take `shared_range` of every part, and `merged_range` of these",
-        )
 
 
 def _not_finite(weight: Tensor, scheme: WeightScheme) -> NonFiniteWeight:

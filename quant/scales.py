@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantload.errors import ConfigError, NonFiniteWeight
 from quantload.quant import compiled
 from quantload.quant.chunks import row_chunks
 from quantload.quant.grid import E2M3, Grid
@@ -67,6 +68,33 @@ def merged_range(ranges: Iterable[Tensor]) -> Tensor:
     """
     stacked = torch.stack(list(ranges))
     return torch.stack([stacked[:, 0].amin(), stacked[:, 1].amax()])
+
+
+def check_range(own: Tensor, shared: Tensor) -> None:
+    """Refuse a range that is not finite, or that the weight leaves: codes would be clipped.
+
+    Args:
+        own: [2] smallest and largest value of a weight, or of some of its rows.
+        shared: [2] the same of everything that shares a scale with it.
+
+    Raises:
+        NonFiniteWeight: The shared range is not finite.
+        ConfigError: It does not cover the own one.
+    """
+    low, high, least, greatest = *shared.tolist(), *own.tolist()
+    if not math.isfinite(low) or not math.isfinite(high):
+        raise NonFiniteWeight(
+            f"what shares a scale with a weight reaches from {low} to {high}, expected finite "
+            "values",
+            hint="another part of the weight, or another member of its fused group, holds NaN or "
+            "infinity; `keep` copies tensors as they are",
+        )
+    if least < low or greatest > high:
+        raise ConfigError(
+            f"a weight reaches from {least:.4g} to {greatest:.4g}, but the stated range of what "
+            f"shares its scale is {low:.4g} to {high:.4g}",
+            hint="take `shared_range` of every part, and `merged_range` of these",
+        )
 
 
 def global_scale(shared: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from quantload.quant import compiled
 from quantload.quant.chunks import row_chunks
 from quantload.quant.qtensor import Evaluation, QuantTensor
 from quantload.quant.rtn import as_blocks, scaled_blocks
-from quantload.quant.scales import BlockScales, shared_range
+from quantload.quant.scales import BlockScales, check_range, shared_range
 from quantload.quant.scheme import WeightScheme
 
 _E4M3_SMALLEST, _E4M3_LIMIT, _E2M1_LIMIT = 2.0**-9, 448.0, 6.0
@@ -217,21 +217,8 @@ def _check_range(weight: Tensor, own: Tensor, shared: Tensor | None) -> None:
     least, greatest = own.tolist()
     if not (math.isfinite(least) and math.isfinite(greatest)):
         raise _not_finite(weight)
-    if shared is None:
-        return
-    low, high = shared.tolist()
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise NonFiniteWeight(
-            "another part of what shares a scale with a weight is NaN or infinite, expected finite "
-            "values",
-            hint="`keep` copies tensors as they are",
-        )
-    if least < low or greatest > high:
-        raise ConfigError(
-            f"a weight reaches from {least:.4g} to {greatest:.4g}, but the stated range of what "
-            f"shares its scale is {low:.4g} to {high:.4g}",
-            hint="take `shared_range` of every part, and `merged_range` of these",
-        )
+    if shared is not None:
+        check_range(own, shared)
 
 
 def _refuse_overflow(weight: Tensor, scale: Tensor) -> None:
