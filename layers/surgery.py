@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from quantload.errors import ModelError, listed
+from quantload.layers.checkpoint_names import checkpoint_conversion
 from quantload.layers.guard import guard
 from quantload.layers.linear import QuantLinear
 from quantload.layers.meta_model import (
     TransformersModel,
-    checkpoint_conversion,
     is_transposed_linear,
     tied_names,
     untie_in_config,

@@ -35,6 +35,7 @@ COMMAND_LINE = {  # one part, in several files
     "cli_doctor",
 }
 TRANSFORMERS = (
+    "layers/checkpoint_names.py",
     "layers/meta_model.py",
     "layers/siblings.py",
     "layers/surgery.py",
