@@ -16,6 +16,7 @@ from quantload.errors import ModelError, ShapeError
 from quantload.quant.activation import fake_quantize_static
 from quantload.quant.grid import Grid
 from quantload.quant.qtensor import InnerUse, QuantTensor
+from quantload.quant.region import WHOLE, Region
 from quantload.quant.scheme import InputScheme, Scheme
 from quantload.quant.stacking import stack
 from quantload.runtime.gemm import choose, usable_input
@@ -170,6 +171,11 @@ class QuantLinear(nn.Module):
             if self.has_bias:
                 shapes["bias", slot] = (size,)
         return shapes
+
+    def region(self, leaf: str, slot: int) -> Region | None:
+        """Return what of a tensor this rank holds: all of it."""
+        del leaf, slot
+        return WHOLE
 
     def receive(self, leaf: str, slot: int, value: QuantTensor | Tensor) -> None:
         """Take one tensor; a float weight is in the dtype of the layer.
