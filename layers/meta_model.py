@@ -254,6 +254,11 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     return tied
 
 
+def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
+    """Return the model's own plan: {"model.layers.*.mlp.up_proj": "colwise"}; {} if it has none."""
+    return {str(pattern): str(style) for pattern, style in (model.tp_plan or {}).items()}
+
+
 def is_transposed_linear(module: nn.Module) -> bool:
     """True for GPT-2's Conv1D: a linear layer that stores its weight as [K, N]."""
     return isinstance(module, Conv1D)

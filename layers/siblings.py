@@ -89,14 +89,15 @@ def _record_calls(model: TransformersModel, linears: dict[str, nn.Module]) -> li
         for name, linear in linears.items()
     ]
     try:
-        _forward(model)
+        run_on_meta(model)
     finally:
         for handle in handles:
             handle.remove()
     return list(calls.values())
 
 
-def _forward(model: TransformersModel) -> None:
+def run_on_meta(model: TransformersModel) -> None:
+    """Run a model once without computing: whatever its parameters are on, nothing is allocated."""
     # bfloat16, since grouped matrix products on the meta device want it
     tensors = {
         name: torch.empty_like(

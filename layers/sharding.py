@@ -1,0 +1,309 @@
+"""How the layers of a model are shared by the ranks of a tensor parallel group.
+
+The model's own plan (`tp_plan` of transformers) says which linear layers are cut along their
+outputs and which along their inputs. It is taken for what it is, a proposal:
+
+    heads     a cut between q, k or v heads, never through one; ranks that outnumber the k and v
+              heads share them (transformers' own loading fails there)
+    blocks    the layers of one block are cut together or not at all
+    proof     the cut model is run on the meta device; a block whose shapes do not fit is replicated
+
+A replicated layer is never wrong, only slower; each has its reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from quantload.layers.meta_model import (
+    TransformersModel,
+    is_transposed_linear,
+    output_head,
+    tensor_parallel_plan,
+)
+from quantload.layers.siblings import is_plain_linear, run_on_meta
+
+Kind = Literal["column", "column gathered", "row", "row split", "vocabulary", "replicated"]
+
+# Styles of transformers 5.24 (`integrations/tensor_parallel.py`), and older names of two of them.
+_KINDS: dict[str, Kind] = {
+    "colwise": "column",
+    "colwise_gather_output": "column gathered",
+    "colwise_rep": "column gathered",
+    "rowwise": "row",
+    "rowwise_split_input": "row split",
+    "rowwise_rep": "row split",
+    "embedding_rowwise": "vocabulary",
+}
+_HEAD_SIZES = ("head_dim", "head_size")
+_CUT = ("column", "row")
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one layer is shared.
+
+    Args:
+        kind: "column" cuts outputs, "row" inputs; "column gathered" and "row split" do so for a
+            model that has whole tensors around the layer; "vocabulary" cuts rows of an embedding or
+            of the output head, which need not divide.
+        unit: Rows ("column") or columns ("row") that stay together: those of one head.
+        reason: Why the layer is replicated, "" if it is not.
+    """
+
+    kind: Kind
+    unit: int = 1
+    reason: str = ""
+
+    def rows(self, size: int, rank: int, ranks: int) -> tuple[int, int] | None:
+        """Return (start, stop) of the outputs that a rank holds of `size`; None for all."""
+        if self.kind not in ("column", "column gathered"):
+            return None
+        units = size // self.unit
+        if units >= ranks:
+            return rank * size // ranks, (rank + 1) * size // ranks
+        head = rank // (ranks // units)
+        return head * self.unit, (head + 1) * self.unit
+
+    def columns(self, size: int, rank: int, ranks: int) -> tuple[int, int] | None:
+        """Return (start, stop) of the inputs that a rank holds of `size`; None for all."""
+        if self.kind not in ("row", "row split"):
+            return None
+        return rank * size // ranks, (rank + 1) * size // ranks
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How the layers of a model are shared.
+
+    Args:
+        ranks: Ranks that share it.
+        styles: By model path, of every linear layer and embedding.
+        vectors: Parameters with one number a head that are cut with the heads of their block.
+    """
+
+    ranks: int
+    styles: Mapping[str, Style]
+    vectors: tuple[str, ...] = field(default=())
+
+    def replicated(self) -> dict[str, list[str]]:
+        """Return the layers that every rank holds whole, by reason."""
+        found: dict[str, list[str]] = {}
+        for path, style in self.styles.items():
+            if style.kind == "replicated":
+                found.setdefault(style.reason, []).append(path)
+        return found
+
+
+def plan_sharding(model: TransformersModel, ranks: int) -> ShardPlan:
+    """Decide how the layers of a model on the meta device are shared by `ranks` ranks."""
+    declared = dict(_declared(model))
+    styles = {path: _style(model, path, declared.get(path), ranks) for path in _layers(model)}
+    styles |= _together(styles)
+    plan = ShardPlan(ranks, styles, tuple(_head_vectors(model, styles, ranks)))
+    return _proven(model, plan)
+
+
+def _layers(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        if is_plain_linear(module) or isinstance(module, nn.Embedding):
+            yield path
+        elif is_transposed_linear(module):
+            yield path
+
+
+def _declared(model: TransformersModel) -> Iterator[tuple[str, str]]:
+    """Yield (path, style) of each layer that the model's own plan names; its first pattern wins."""
+    patterns = [
+        (re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")), style)
+        for pattern, style in tensor_parallel_plan(model).items()
+    ]
+    for path in _layers(model):
+        for pattern, style in patterns:
+            if pattern.fullmatch(path):
+                yield path, style
+                break
+
+
+def _style(model: TransformersModel, path: str, declared: str | None, ranks: int) -> Style:
+    if declared is None:
+        return Style("replicated", reason="not in the tensor parallel plan of the model")
+    kind = _KINDS.get(declared)
+    module = model.get_submodule(path)
+    if kind is None:
+        return Style("replicated", reason=f"style `{declared}` of the plan")
+    if kind == "vocabulary" or (kind == "column gathered" and module is output_head(model)):
+        return Style("vocabulary")
+    if not isinstance(module, nn.Linear):
+        return Style("replicated", reason=f"a `{type(module).__name__}`")
+    size = module.out_features if kind.startswith("column") else module.in_features
+    unit = _unit(model, path, size) if kind in _CUT else 1
+    units = size // unit
+    if units % ranks == 0:
+        return Style(kind, unit)
+    if kind == "column" and unit > 1 and ranks % units == 0:
+        return Style(kind, unit)  # fewer heads than ranks: some ranks hold the same
+    what = f"{units} heads" if unit > 1 else f"{size} features"
+    return Style("replicated", reason=f"{what} cannot be shared by {ranks} ranks")
+
+
+def _unit(model: nn.Module, path: str, size: int) -> int:
+    """Return the size of a head if the layer belongs to an attention block, else 1."""
+    block = model.get_submodule(path.rpartition(".")[0])
+    sizes = [getattr(block, name, None) for name in _HEAD_SIZES]
+    head = next((size for size in sizes if isinstance(size, int) and size > 0), 1)
+    return head if size % head == 0 else 1
+
+
+def _together(styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Replicate all of a block if one of its layers cannot be cut."""
+    blocks: dict[str, list[str]] = {}
+    for path in styles:
+        blocks.setdefault(path.rpartition(".")[0], []).append(path)
+    changed: dict[str, Style] = {}
+    for members in blocks.values():
+        failed = [p for p in members if "cannot be shared" in styles[p].reason]
+        if not failed:
+            continue
+        reason = f"its block is: {failed[0].rpartition('.')[2]} has {styles[failed[0]].reason}"
+        for path in members:
+            if styles[path].kind in _CUT:
+                changed[path] = Style("replicated", reason=reason)
+    return changed
+
+
+def _head_vectors(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> Iterator[str]:
+    """Yield parameters with one number a query head, such as attention sinks, of cut blocks."""
+    for path, style in styles.items():
+        if style.kind != "row" or style.unit == 1:
+            continue
+        linear = model.get_submodule(path)
+        assert isinstance(linear, nn.Linear), f"{path} is cut as a linear layer"
+        heads = linear.in_features // style.unit
+        block = path.rpartition(".")[0]
+        for name, parameter in model.get_submodule(block)._parameters.items():
+            if parameter is not None and tuple(parameter.shape) == (heads,):
+                yield f"{block}.{name}"
+
+
+# -- proof ----------------------------------------------------------------------------------------
+
+
+def _proven(model: TransformersModel, plan: ShardPlan) -> ShardPlan:
+    """Run the cut model on the meta device; replicate the blocks that do not fit."""
+    try:
+        expected = _shapes(model)
+    except Exception as error:  # noqa: BLE001 - model code raises anything
+        reason = f"cannot be proven: the model does not run on meta ({type(error).__name__})"
+        return _without(plan, [p for p, s in plan.styles.items() if s.kind in _CUT], reason)
+    while any(style.kind in _CUT for style in plan.styles.values()):
+        blame = _mismatch(model, plan, expected)
+        if blame is None:
+            return plan
+        block, reason = blame
+        inside = [
+            path
+            for path, style in plan.styles.items()
+            if style.kind in _CUT and (not block or f"{path}.".startswith(f"{block}."))
+        ]
+        inside = inside or [path for path, style in plan.styles.items() if style.kind in _CUT]
+        plan = _without(plan, inside, reason)
+    return plan
+
+
+def _without(plan: ShardPlan, paths: list[str], reason: str) -> ShardPlan:
+    changed = {path: Style("replicated", reason=reason) for path in paths}
+    blocks = {path.rpartition(".")[0] for path in paths}
+    vectors = tuple(v for v in plan.vectors if v.rpartition(".")[0] not in blocks)
+    return ShardPlan(plan.ranks, {**plan.styles, **changed}, vectors)
+
+
+def _shapes(model: TransformersModel) -> dict[str, tuple[int, ...]]:
+    """Return the shape that each block with layers of its own returns."""
+    found: dict[str, tuple[int, ...]] = {}
+    blocks = {path.rpartition(".")[0] for path in _layers(model)}
+
+    def note(path: str, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, Tensor):
+            found[path] = tuple(first.shape)
+
+    handles = [
+        model.get_submodule(path).register_forward_hook(
+            lambda _, __, output, path=path: note(path, output)
+        )
+        for path in blocks
+        if path
+    ]
+    try:
+        run_on_meta(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _mismatch(
+    model: TransformersModel, plan: ShardPlan, expected: Mapping[str, tuple[int, ...]]
+) -> tuple[str, str] | None:
+    """Return the block whose shapes do not fit when its layers are cut, and why; None if all do."""
+    cut = copy.deepcopy(model)
+    for path, style in plan.styles.items():
+        if style.kind in _CUT:
+            _cut(cut, path, style, plan.ranks)
+    for name in plan.vectors:
+        path, _, leaf = name.rpartition(".")
+        block = cut.get_submodule(path)
+        whole = block._parameters[leaf]
+        assert whole is not None, f"{name} is a parameter"
+        block._parameters[leaf] = nn.Parameter(whole[: whole.shape[0] // plan.ranks])
+    running: list[str] = []
+    for path, module in cut.named_modules():
+        if any(True for _ in module.children()):
+            module.register_forward_pre_hook(lambda _, __, path=path: running.append(path))
+            module.register_forward_hook(lambda _, __, ___: running.pop() and None)
+    try:
+        found = _shapes(cut)
+    except Exception as error:  # noqa: BLE001 - model code raises anything
+        at = next((p for p in reversed(running) if _has_cut(plan, p)), "")
+        return at, f"shapes do not fit when it is cut ({type(error).__name__})"
+    wrong = [path for path, shape in expected.items() if found.get(path) != shape]
+    wrong = [path for path in wrong if _has_cut(plan, path)]
+    if not wrong:
+        return None
+    inner = max(wrong, key=lambda path: path.count("."))
+    return inner, f"returns `{found.get(inner)}` when it is cut, expected `{expected[inner]}`"
+
+
+def _has_cut(plan: ShardPlan, block: str) -> bool:
+    return any(
+        style.kind in _CUT and f"{path}.".startswith(f"{block}." if block else "")
+        for path, style in plan.styles.items()
+    )
+
+
+def _cut(model: nn.Module, path: str, style: Style, ranks: int) -> None:
+    """Put a linear layer of the size of one rank's part in the place of a whole one."""
+    linear = model.get_submodule(path)
+    assert isinstance(linear, nn.Linear), f"{path} is cut as a linear layer"
+    rows = style.rows(linear.out_features, 0, ranks) or (0, linear.out_features)
+    columns = style.columns(linear.in_features, 0, ranks) or (0, linear.in_features)
+    part = nn.Linear(
+        columns[1] - columns[0],
+        rows[1] - rows[0],
+        bias=linear.bias is not None,
+        device="meta",
+        dtype=linear.weight.dtype or torch.get_default_dtype(),
+    )
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, part)
+
+
+__all__ = ["Kind", "ShardPlan", "Style", "plan_sharding"]
