@@ -58,7 +58,9 @@ if TYPE_CHECKING:
 )
 @click.option("--lossless", is_flag=True, help="Refuse whatever would change a value.")
 @click.option(
-    "--stats", type=click.Path(path_type=Path), help="Statistics of inputs, for static schemes."
+    "--stats",
+    type=click.Path(path_type=Path),
+    help="Statistics of inputs, for static schemes and `--observer search`.",
 )
 @click.option(
     "--input-absmax",

@@ -55,7 +55,10 @@ def show_plan(plan: Plan, forecast: Forecast, *, every: bool = False) -> None:
     out.print(table)
     plain = sum(tensor.num_bytes for tensor in plan.plain)
     out.print(f"{len(plan.plain)} other tensors are copied: {plain} bytes")
-    out.print(f"{len(plan.groups)} fused groups, from the {plan.groups_origin}\n")
+    out.print(f"{len(plan.groups)} fused groups, from the {plan.groups_origin}")
+    if text := _about_importance(plan):
+        out.print(text)
+    out.print()
     _show_schemes(plan)
     _show_files(plan, every=every)
     _show_forecast(plan, forecast)
@@ -63,6 +66,20 @@ def show_plan(plan: Plan, forecast: Forecast, *, every: bool = False) -> None:
 
 def _target(row: PlanRow) -> str:
     return str(row.scheme) if row.scheme else str(row.dtype).removeprefix("torch.")
+
+
+def _about_importance(plan: Plan) -> str:
+    """Say how many searches weigh errors by statistics; "" if nothing is searched."""
+    if plan.options.observer != "search":
+        return ""
+    rows = [row for row in plan.rows if row.scheme is not None and not row.keeps_values]
+    weighed = sum(row.mean_square is not None for row in rows)
+    file = plan.options.stats.file if plan.options.stats else None
+    source = f" of `{file}`" if file and weighed else ""
+    return (
+        f"scales of {len(rows)} modules are searched, {weighed} of them with errors weighed by "
+        f"input_mean_square{source}"
+    )
 
 
 def _show_schemes(plan: Plan) -> None:
@@ -158,6 +175,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
                 "scheme": str(row.scheme) if row.scheme else None,
                 "dtype": str(row.dtype).removeprefix("torch."),
                 "reason": row.reason,
+                "importance": row.mean_square.entry.name if row.mean_square else None,
                 "source_bytes": row.source_bytes,
                 "output_bytes": row.output_bytes,
                 "tensors": {t.name: [str(t.dtype)[6:], list(t.shape)] for t in row.outputs},

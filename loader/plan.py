@@ -113,7 +113,7 @@ def make_plan(
         options.on_split,
     )
     rows = tuple(row_of(choice, outcome, source, options) for choice in choices.values())
-    rows, about_inputs = with_input_numbers(rows, facts.groups, options.stats, source)
+    rows, about_inputs = with_input_numbers(rows, facts.groups, options, source)
     rows += tuple(kept_rows(source, options, chosen.whole_experts))
     if options.lossless:
         refuse_loss(source, rows)

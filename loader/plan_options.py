@@ -28,7 +28,8 @@ class PlanOptions:
         observer: How scales are found: "minmax" from the largest values, as llm-compressor does,
             or "search" for the least squared error.
         layers: Decoder layers to write, for example "0-1" or "0,5-7"; "" writes all.
-        stats: What is known of the inputs of layers, for schemes with fixed input scales.
+        stats: What is known of the inputs of layers, for schemes with fixed input scales; and by
+            which mean squares of inputs the observer "search" weighs errors.
     """
 
     dtype: torch.dtype | None = None

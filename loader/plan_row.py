@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quantload.loader.output_files import OutputTensor
-from quantload.loader.stats import InputAbsmax
+from quantload.loader.stats import InputAbsmax, InputMeanSquare
 from quantload.quant.scheme import Scheme
 
 
@@ -49,6 +49,8 @@ class PlanRow:
         source_bytes: Bytes of its tensors in the source.
         region: Where the weight lies, if it can be read in rows as it is stored.
         input_absmax: Largest |x| that the number for its input covers; None if there is none.
+        mean_square: E[x^2] of its input features, by which the search for its scales weighs errors;
+            None if all columns count alike, or nothing is searched.
     """
 
     module: str
@@ -64,6 +66,7 @@ class PlanRow:
     source_bytes: int
     region: SourceRegion | None = None
     input_absmax: InputAbsmax | None = None
+    mean_square: InputMeanSquare | None = None
 
     @property
     def shares_range(self) -> bool:

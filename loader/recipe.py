@@ -119,7 +119,8 @@ def _plain(value: object) -> Any:  # noqa: ANN401 - whatever JSON holds
     if isinstance(value, Target):
         return value.name
     if isinstance(value, InputStatistics):
-        return {"file": value.file and value.file.name, "stated": value.stated}
+        file = value.file and value.file.name
+        return {"file": file, "sha256": value.sha256, "stated": value.stated}
     assert value is None or isinstance(value, bool | int | float | str), f"no text for {value!r}"
     return value
 

@@ -117,6 +117,7 @@ def identity_of(plan: Plan) -> Identity:
             (
                 *(row.module, repr(row.scheme), row.read_from, row.keeps_values, str(row.dtype)),
                 repr(row.input_absmax),
+                row.mean_square and row.mean_square.sha256,
             )
             for row in plan.rows
         ],

@@ -30,6 +30,7 @@ class WeightRows:
     plan: Plan
     reader: RowReader
     _decoded: tuple[str, Tensor] | None = None
+    _mean_square: tuple[str, Tensor] | None = None
 
     def rows(self, row: PlanRow, *, step: int | None) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, rows) of a weight in the dtype of the plan.
@@ -88,11 +89,12 @@ class WeightRows:
 
         Raises:
             NonFiniteWeight: They are not finite.
+            CheckpointError: Statistics of inputs have changed since the plan was made.
         """
         assert row.scheme is not None, "full precision is not quantized"
         assert row.scheme.weight is not None, "full precision is not quantized"
         try:
-            quantized = quantize_rows(self.plan, weight, row.scheme.weight, shared)
+            quantized = self._quantize(weight, row, row.scheme.weight, shared)
         except NonFiniteWeight as error:
             raise NonFiniteWeight(
                 f"weight of `{row.module}` cannot be quantized: {error.message}",
@@ -103,12 +105,20 @@ class WeightRows:
         assert row.scheme.input is not None, "only inputs that are quantized have a number"
         return with_input_scale(quantized, row.scheme.input, row.input_absmax.value)
 
+    def _quantize(
+        self, weight: Tensor, row: PlanRow, scheme: WeightScheme, shared: Tensor | None
+    ) -> QuantTensor:
+        """Quantize as the target and the observer of the plan say."""
+        quantized = self.plan.target.quantize(weight, scheme, shared=shared)
+        if self.plan.options.observer == "minmax":
+            return quantized
+        return search_scales(weight, quantized, scheme, importance=self._importance_of(row))
 
-def quantize_rows(
-    plan: Plan, weight: Tensor, scheme: WeightScheme, shared: Tensor | None
-) -> QuantTensor:
-    """Quantize some rows of a weight as the target and the observer of a plan say."""
-    quantized = plan.target.quantize(weight, scheme, shared=shared)
-    if plan.options.observer == "minmax":
-        return quantized
-    return search_scales(weight, quantized, scheme)
+    def _importance_of(self, row: PlanRow) -> Tensor | None:
+        """Return what an error in each column counts, [K] float32; None if all count alike."""
+        if row.mean_square is None:
+            return None
+        kept = self._mean_square
+        if kept is None or kept[0] != row.module:
+            self._mean_square = kept = row.module, row.mean_square.read()
+        return kept[1]

@@ -28,6 +28,7 @@ and columns of one block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -126,20 +127,23 @@ def _rows_of(quantized: QuantTensor, start: int, stop: int) -> QuantTensor:
 
 
 def _counts(importance: Tensor, weight: Tensor) -> Tensor:
-    """Return the importance [K] float32, with a mean of 1."""
+    """Return the importance [K] float32, times a power of two: the largest is in [0.5, 1).
+
+    A mean would depend on the order in which threads add.
+    """
     if tuple(importance.shape) != (weight.shape[1],):
         raise ShapeError(
             f"the importance of columns has shape `{tuple(importance.shape)}`, expected "
             f"({weight.shape[1]},)"
         )
     numbers = importance.to("cpu", torch.float64)
-    mean = float(numbers.mean())
     if not bool((numbers >= 0).all()) or not bool(numbers.isfinite().all()):
         raise ShapeError(
             f"the importance of columns reaches from {float(numbers.min())} to "
             f"{float(numbers.max())}, expected finite numbers that are not negative"
         )
-    return (numbers / (mean or 1.0)).to(weight.device, torch.float32)
+    _, exponent = math.frexp(float(numbers.max()))
+    return (numbers * 2.0**-exponent).to(torch.float32).to(weight.device)
 
 
 # -- candidates ------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Conversions with the observer `search`: what is written, how it is checked and described."""
 
+import hashlib
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import tiny_checkpoints as tiny
 import torch
 from click.testing import CliRunner
 from converting import converted, opened, plan_of, rows_of
+from safetensors.torch import save_file
 
 from quantload import api
 from quantload.cli import main
@@ -14,9 +16,12 @@ from quantload.errors import ConfigError
 from quantload.loader import row_reader
 from quantload.loader.convert import run_plan
 from quantload.loader.formats.targets import target_named
-from quantload.loader.manifest import MANIFEST
+from quantload.loader.manifest import MANIFEST, describes
+from quantload.loader.stats import read_stats
 from quantload.loader.tasks import identity_of
 from quantload.progress import Silent
+from quantload.quant import compiled
+from quantload.quant.search import search_scales
 
 WIDE = {"hidden": 128, "intermediate": 256}
 CASES = [
@@ -37,18 +42,14 @@ def folder(tmp_path):
     return tiny.llama(tmp_path / "source", **WIDE)
 
 
-def noise(plan, output):
+def noise(plan, output, importance=None):
     """Sum of squared errors of every quantized weight."""
-    found, source = opened(output), plan.source
-    return {
-        row.module: float(
-            (found.read_dense(row.module).double() - source.read_dense(row.module).double())
-            .square()
-            .sum()
-        )
-        for row in plan.rows
-        if row.scheme is not None
-    }
+    found, source, sums = opened(output), plan.source, {}
+    for row in (row for row in plan.rows if row.scheme is not None):
+        off = found.read_dense(row.module).double() - source.read_dense(row.module).double()
+        counts = 1.0 if importance is None else importance[row.module].double()
+        sums[row.module] = float((off.square() * counts).sum())
+    return sums
 
 
 @pytest.mark.parametrize(("target", "scheme"), CASES)
@@ -128,3 +129,103 @@ def test_the_command_line(tmp_path, folder):
     done = CliRunner().invoke(main, [*command, "mse"])
     assert done.exit_code == 2
     assert "'minmax', 'search'" in done.output
+
+
+# -- weighed by statistics -------------------------------------------------------------------------
+
+
+def mean_squares(folder, *, seed=0):
+    """Of every module that is quantized: some columns count a hundred times what others do."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        row.module: torch.rand(row.shape[1], generator=random) ** 4 + 0.01
+        for row in plan_of(folder, "W8A8").rows
+        if row.scheme
+    }
+
+
+def stats_file(place, made):
+    save_file({f"{name}.input_mean_square": value for name, value in made.items()}, place)
+    return place
+
+
+@pytest.mark.parametrize(("target", "scheme"), CASES)
+def test_mean_squares_weigh_the_errors_of_their_module(tmp_path, folder, target, scheme):
+    made = mean_squares(folder)
+    stats = read_stats(stats_file(tmp_path / "stats.safetensors", made))
+    options = {"target": target_named(target), "observer": "search"}
+    plain = plan_of(folder, scheme, **options)
+    weighed = plan_of(folder, scheme, stats=stats, **options)
+    outputs = [
+        run_plan(plan, tmp_path / name, Silent())
+        for plan, name in ((plain, "plain"), (weighed, "weighed"))
+    ]
+    before, after = (noise(weighed, output, made) for output in outputs)
+    assert sum(after.values()) < sum(before.values()) or scheme == "FP8_BLOCK"
+    report = api.verify_plan(weighed, outputs[1])
+    assert report.passed, report.failures()
+    assert api.verify_plan(weighed, outputs[0]).passed == (after == before)
+    for row in (row for row in weighed.rows if row.scheme and row.scheme.weight.scale != "e4m3"):
+        weight = weighed.source.read_dense(row.module)
+        quantized = weighed.target.quantize(weight, row.scheme.weight, shared=None)
+        expected = search_scales(weight, quantized, row.scheme.weight, importance=made[row.module])
+        found = opened(outputs[1]).read_weight(row.module)
+        assert torch.equal(found.dequantize(), expected.dequantize()), row.module
+
+
+def test_the_bytes_do_not_depend_on_the_loops(tmp_path, folder, monkeypatch):
+    if not compiled.start():
+        pytest.skip("numba is not installed, or off")
+    stats = read_stats(stats_file(tmp_path / "stats.safetensors", mean_squares(folder)))
+    options = {"observer": "search", "stats": stats}
+    outputs = [converted(folder, tmp_path / "loops", "W4A16:g32", **options)]
+    calls = []
+    monkeypatch.setattr(compiled, "search_blocks", lambda *_, **__: calls.append(1))
+    outputs.append(converted(folder, tmp_path / "torch", "W4A16:g32", **options))
+    assert calls
+    one, other = ((output / "model.safetensors").read_bytes() for output in outputs)
+    assert one == other
+
+
+def test_statistics_are_part_of_what_a_conversion_is(tmp_path, folder):
+    made = mean_squares(folder)
+    one = read_stats(stats_file(tmp_path / "stats.safetensors", made))
+    (tmp_path / "b").mkdir()
+    other = read_stats(
+        stats_file(tmp_path / "b" / "stats.safetensors", mean_squares(folder, seed=1))
+    )
+    plans = [
+        plan_of(folder, "W4A16:g32", observer="search", stats=stats) for stats in (None, one, other)
+    ]
+    assert len({identity_of(plan).digest for plan in plans}) == 3
+    output = run_plan(plans[1], tmp_path / "out", Silent())
+    manifest = json.loads((output / MANIFEST).read_text())
+    assert manifest["decisions"]["options"]["stats"] == {
+        "file": "stats.safetensors",
+        "sha256": hashlib.sha256((tmp_path / "stats.safetensors").read_bytes()).hexdigest(),
+        "stated": None,
+    }
+    assert "--stats stats.safetensors" in manifest["command"]
+    assert [describes(output, plan) for plan in plans] == [False, True, False]
+
+
+def test_the_command_line_with_statistics(tmp_path, folder):
+    file = stats_file(tmp_path / "stats.safetensors", mean_squares(folder))
+    command = ["convert", str(folder), str(tmp_path / "out"), "--scheme", "W4A16:g32"]
+    command += ["--observer", "search", "--stats", str(file)]
+    done = CliRunner().invoke(main, [*command, "--plan"])
+    assert done.exit_code == 0, done.output
+    assert f"of them with errors weighed by input_mean_square of `{file}`" in " ".join(
+        done.output.split()
+    )
+    done = CliRunner().invoke(main, [*command, "--plan", "--json"])
+    modules = {m["module"]: m["importance"] for m in json.loads(done.stdout)["modules"]}
+    assert modules["model.layers.0.mlp.down_proj"] == (
+        "model.layers.0.mlp.down_proj.input_mean_square"
+    )
+    done = CliRunner().invoke(main, [*command, "-q"])
+    assert done.exit_code == 0, done.output
+    options = {"observer": "search", "stats": read_stats(file)}
+    same = converted(folder, tmp_path / "same", "W4A16:g32", **options)
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (same / name).read_bytes()

@@ -1,10 +1,18 @@
 """Statistics of inputs: reading the file, and which number a module gets."""
 
+import hashlib
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantload.errors import ConfigError, FormatMismatch, HeaderError, SourceNotFound
+from quantload.errors import (
+    CheckpointError,
+    ConfigError,
+    FormatMismatch,
+    HeaderError,
+    SourceNotFound,
+)
 from quantload.loader.stats import (
     InputAbsmax,
     InputStatistics,
@@ -26,7 +34,12 @@ def written(folder, **tensors):
 def test_numbers_of_a_file(tmp_path):
     file = written(tmp_path, a=torch.tensor([3.5]), b=torch.tensor(0.0))
     stats = read_stats(file, stated=9.0)
-    assert stats == InputStatistics(absmax={"a": 3.5, "b": 0.0}, stated=9.0, file=file)
+    assert stats == InputStatistics(
+        absmax={"a": 3.5, "b": 0.0},
+        stated=9.0,
+        file=file,
+        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+    )
     assert input_absmax_for(FP8, "a", stats) == InputAbsmax(3.5, f"`{file}`")
     assert input_absmax_for(NVFP4, "b", stats) == InputAbsmax(0.0, f"`{file}`")
     assert input_absmax_for(FP8, "c", stats) == InputAbsmax(9.0, "stated")
@@ -67,6 +80,30 @@ def test_fixed_scales_have_no_default(tmp_path):
     )
 
 
+def test_mean_squares_of_a_file(tmp_path):
+    file = tmp_path / "stats.safetensors"
+    values = torch.tensor([0.5, 0.0, 3.0])
+    made = {"a.input_mean_square": values, "b.input_mean_square": torch.zeros(2)}
+    save_file({**made, "a.input_absmax": torch.ones(1), "a.hessian": torch.ones(3, 3)}, file)
+    stats = read_stats(file)
+    assert torch.equal(stats.mean_square["a"].read(), values)
+    assert {name: found.is_zero for name, found in stats.mean_square.items()} == {
+        "a": False,
+        "b": True,
+    }
+    assert stats.absmax == {"a": 1.0}
+    assert stats.others == ("a.hessian",)
+
+
+def test_mean_squares_that_change_after_they_were_checked(tmp_path):
+    file = tmp_path / "stats.safetensors"
+    save_file({"a.input_mean_square": torch.ones(3)}, file)
+    found = read_stats(file).mean_square["a"]
+    save_file({"a.input_mean_square": torch.tensor([1.0, 1.0, 2.0])}, file)
+    with pytest.raises(CheckpointError, match=r"`a\.input_mean_square` has changed since the plan"):
+        found.read()
+
+
 # -- files that are wrong ----------------------------------------------------------------------
 
 
@@ -88,8 +125,9 @@ def test_a_file_of_other_tensors(tmp_path):
     with pytest.raises(FormatMismatch) as error:
         read_stats(file)
     assert str(error.value) == (
-        f"`{file}` has no tensors `<module>.input_absmax`, found `a.weight`\n\n"
-        "hint: statistics of inputs are float32 tensors [1], one for each layer"
+        f"`{file}` has no tensors `<module>.input_absmax` or `<module>.input_mean_square`, found "
+        "`a.weight`\n\nhint: statistics of inputs are float32 tensors, [1] and [input features] of "
+        "each layer"
     )
 
 
@@ -105,3 +143,22 @@ def test_a_file_of_other_tensors(tmp_path):
 def test_numbers_that_make_no_sense(tmp_path, tensor, message):
     with pytest.raises(FormatMismatch, match=rf"tensor `a\.input_absmax` {message}"):
         read_stats(written(tmp_path, a=tensor))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(2, dtype=torch.float64), r"is `torch\.float64` of shape `\(2,\)`, expected"),
+        (torch.ones(2, 1), r"is `torch\.float32` of shape `\(2, 1\)`, expected `torch\.float32`"),
+        (torch.tensor(1.0), r"is `torch\.float32` of shape `\(\)`, expected `torch\.float32`"),
+        (torch.tensor([1.0, torch.nan]), "is `nan` at feature 1, expected finite numbers"),
+        (torch.tensor([torch.inf, 1.0]), "is `inf` at feature 0, expected finite numbers"),
+        (torch.tensor([1.0, 1.0, -2.0]), r"is `-2\.0` at feature 2, expected finite numbers"),
+    ],
+)
+def test_mean_squares_that_make_no_sense(tmp_path, tensor, message):
+    file = tmp_path / "stats.safetensors"
+    save_file({"a.input_mean_square": tensor}, file)
+    with pytest.raises(FormatMismatch, match=rf"tensor `a\.input_mean_square` {message}") as error:
+        read_stats(file)
+    assert f"in `{file}`" in str(error.value)
