@@ -35,7 +35,10 @@ COMMAND_LINE = {  # one part, in several files
     "cli_doctor",
 }
 TRANSFORMERS = (
+    "layers/attention.py",
+    "layers/attention_proof.py",
     "layers/checkpoint_names.py",
+    "layers/converters.py",
     "layers/meta_model.py",
     "layers/siblings.py",
     "layers/surgery.py",
