@@ -259,6 +259,15 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     return {str(pattern): str(style) for pattern, style in (model.tp_plan or {}).items()}
 
 
+def pipeline_plan(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the modules that the model's own plan for pipelines names, by path; () without one."""
+    base = model.base_model_prefix
+    inner = getattr(model, base, None) if base else None
+    own = tuple(getattr(model, "_pp_plan", None) or ())
+    plan = getattr(inner if inner is not None else model, "_pp_plan", None) or {}
+    return (*(f"{base}.{name}" if inner is not None else name for name in plan), *own)
+
+
 def is_transposed_linear(module: nn.Module) -> bool:
     """True for GPT-2's Conv1D: a linear layer that stores its weight as [K, N]."""
     return isinstance(module, Conv1D)

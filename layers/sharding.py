@@ -113,9 +113,8 @@ def plan_sharding(model: TransformersModel, ranks: int) -> ShardPlan:
 
 def _layers(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
-        if is_plain_linear(module) or isinstance(module, nn.Embedding):
-            yield path
-        elif is_transposed_linear(module):
+        is_linear = is_plain_linear(module) or is_transposed_linear(module)
+        if is_linear or isinstance(module, nn.Embedding):
             yield path
 
 
