@@ -1,7 +1,8 @@
 """`QuantLinear`: a linear layer that takes canonical weights and multiplies with the best kernel.
 
-A layer is created empty. It says which tensors it waits for, takes them whole (`receive`), and
-packs them for a kernel when all are there (`finish`). Nothing of this hangs on parameters.
+A layer is created empty. It says which tensors it waits for (`awaits`) and what of each this rank
+holds (`region`), takes that (`receive`), and packs it for a kernel when all is there (`finish`).
+Nothing of this hangs on parameters.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from quantload.errors import ModelError, ShapeError
-from quantload.quant.activation import fake_quantize_static
-from quantload.quant.grid import Grid
-from quantload.quant.qtensor import InnerUse, QuantTensor
+from quantload.errors import ConfigError, ModelError, ShapeError
+from quantload.layers.cut import Cut
+from quantload.layers.inputs import RoundedInput, ScaledInput, is_differentiable, with_static_input
+from quantload.quant.qtensor import QuantTensor
 from quantload.quant.region import WHOLE, Region
 from quantload.quant.scheme import InputScheme, Scheme
 from quantload.quant.stacking import stack
@@ -58,80 +59,17 @@ class DenseLinear(nn.Module):
         return self.weight.to(dtype)
 
 
-class ScaledInput(nn.Module):
-    """y = gemm(x * factor), or x / factor: the columns' factors of a weight, applied to its input.
-
-    Args:
-        gemm: Multiplies with the weight without its factors.
-        factor: [K].
-        use: "*" or "/".
-    """
-
-    factor: Tensor
-
-    def __init__(self, gemm: nn.Module, factor: Tensor, use: InnerUse) -> None:
-        super().__init__()
-        self.gemm, self.use = gemm, use
-        self.register_buffer("factor", factor)
-
-    @property
-    def differentiable(self) -> bool:
-        """True if the product with the weight is."""
-        return is_differentiable(self.gemm)
-
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Map x [..., K] to [..., N]."""
-        return self.gemm(self._scaled(x), bias)  # type: ignore[no-any-return]
-
-    def weight_values(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [N, K], factors included."""
-        return self._scaled(self.gemm.weight_values(dtype))  # type: ignore[operator]
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        factor = self.factor.to(x.dtype)
-        return x * factor if self.use == "*" else x / factor
-
-
-class StaticInput(nn.Module):
-    """y = gemm(x'), x' rounded with the fixed scale that the checkpoint holds.
-
-    Args:
-        gemm: Multiplies with the weight; takes x as it is.
-        grid: Number grid of the input's codes.
-        scale: [1], a multiplier.
-        zero: [1] or None.
-    """
-
-    differentiable = False
-    scale: Tensor
-    zero: Tensor | None
-
-    def __init__(self, gemm: nn.Module, grid: Grid, scale: Tensor, zero: Tensor | None) -> None:
-        super().__init__()
-        self.gemm, self.grid = gemm, grid
-        self.register_buffer("scale", scale)
-        self.register_buffer("zero", zero)
-
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Map x [..., K] to [..., N]."""
-        x = fake_quantize_static(x, self.grid, self.scale, self.zero)
-        return self.gemm(x, bias)  # type: ignore[no-any-return]
-
-    def weight_values(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [N, K]."""
-        return self.gemm.weight_values(dtype)  # type: ignore[operator, no-any-return]
-
-
 class QuantLinear(nn.Module):
     """y = x' @ W^T + bias, x' the input as its scheme rounds it.
 
     Args:
-        in_features: K.
-        out_features: N of each slot; one slot unless the layer is a stack.
+        in_features: K, of what this rank holds.
+        out_features: N of each slot, of what this rank holds; one slot unless the layer is a stack.
         bias: True if there is a bias.
-        scheme: How weight and input are quantized.
+        scheme: How weight and input are quantized; a stack of unlike members has one for each.
         dtype: dtype of x, bias and result.
         prefix: Dotted path in the model.
+        cut: What that is of a larger layer; None holds all.
     """
 
     gemm: nn.Module
@@ -143,18 +81,46 @@ class QuantLinear(nn.Module):
         out_features: int | Sequence[int],
         *,
         bias: bool,
-        scheme: Scheme,
+        scheme: Scheme | Sequence[Scheme],
         dtype: torch.dtype,
         prefix: str,
+        cut: Cut | None = None,
     ) -> None:
         super().__init__()
         sizes = [out_features] if isinstance(out_features, int) else list(out_features)
         self.in_features, self.out_features, self.sizes = in_features, sum(sizes), sizes
-        self.has_bias, self.scheme, self.dtype, self.prefix = bias, scheme, dtype, prefix
+        self.has_bias, self.dtype, self.prefix = bias, dtype, prefix
+        self.cut = cut or Cut(in_features, tuple(sizes), (WHOLE,) * len(sizes))
+        self.schemes = self._one_for_each(scheme)
         self.kernel = KernelReport("not loaded yet")
         self.gemm = nn.Identity()
         self.register_buffer("bias", None)
         self._received: dict[Key, QuantTensor | Tensor] = {}
+
+    @property
+    def scheme(self) -> Scheme:
+        """How weight and input are quantized; of unlike members the first one's."""
+        return self.schemes[0]
+
+    def _one_for_each(self, scheme: Scheme | Sequence[Scheme]) -> tuple[Scheme, ...]:
+        count = len(self.cut.sizes)
+        schemes = (scheme,) * count if isinstance(scheme, Scheme) else tuple(scheme)
+        if len(schemes) != count:
+            raise ConfigError(
+                f"{len(schemes)} schemes for the {count} tensors of module `{self.prefix}`, "
+                "expected one for each"
+            )
+        return schemes
+
+    def set_schemes(self, scheme: Scheme | Sequence[Scheme]) -> None:
+        """Say how the layer is quantized, before its tensors come.
+
+        Raises:
+            ConfigError: There is not one for each tensor, or the layer is loaded already.
+        """
+        if not isinstance(self.gemm, nn.Identity):
+            raise ConfigError(f"module `{self.prefix}` is loaded: its scheme is fixed")
+        self.schemes = self._one_for_each(scheme)
 
     def extra_repr(self) -> str:
         """Describe the layer in the model's printout."""
@@ -164,26 +130,30 @@ class QuantLinear(nn.Module):
     # -- loading -------------------------------------------------------------------------------
 
     def awaits(self) -> dict[Key, tuple[int, ...]]:
-        """Return the shape of each tensor that the layer waits for, by leaf and slot."""
+        """Return the shape of each tensor of the whole layer, by leaf and slot."""
         shapes: dict[Key, tuple[int, ...]] = {}
-        for slot, size in enumerate(self.sizes):
-            shapes["weight", slot] = (size, self.in_features)
+        for slot, size in enumerate(self.cut.sizes):
+            shapes["weight", slot] = (size, self.cut.in_features)
             if self.has_bias:
                 shapes["bias", slot] = (size,)
         return shapes
 
     def region(self, leaf: str, slot: int) -> Region | None:
-        """Return what of a tensor this rank holds: all of it."""
-        del leaf, slot
-        return WHOLE
+        """Return what of a tensor this rank holds; of a bias the rows of the weight."""
+        region = self.cut.regions[slot]
+        if leaf != "bias" or region is None:
+            return region
+        return WHOLE if region.rows is None else Region(rows=region.rows)
 
     def receive(self, leaf: str, slot: int, value: QuantTensor | Tensor) -> None:
-        """Take one tensor; a float weight is in the dtype of the layer.
+        """Take the region of one tensor; a float weight is in the dtype of the layer.
 
         Raises:
             ShapeError: The tensor has another shape than the layer waits for.
         """
-        expected = self.awaits()[leaf, slot]
+        region = self.region(leaf, slot)
+        assert region is not None, f"{leaf} of slot {slot} of {self.prefix} is another rank's"
+        expected = region.shape_of(self.awaits()[leaf, slot])
         if tuple(value.shape) != expected:
             raise ShapeError(
                 f"`{leaf}` of slot {slot} has shape `{tuple(value.shape)}`, expected `{expected}`, "
@@ -193,41 +163,54 @@ class QuantLinear(nn.Module):
 
     def finish(self, device: torch.device) -> None:
         """Pack what was received for a kernel on `device` and let go of it."""
-        slots = range(len(self.sizes))
-        weights = [self._received["weight", slot] for slot in slots]
-        if self.has_bias:
-            biases = [self._received["bias", slot] for slot in slots]
+        held = [slot for slot, region in enumerate(self.cut.regions) if region is not None]
+        weights = [self._received["weight", slot] for slot in held]
+        biases = [self._received["bias", slot] for slot in held if self._holds_bias(slot)]
+        if biases:
             self.bias = torch.cat([b for b in biases if isinstance(b, Tensor)]).to(device)
         self._received = {}
         self._pack(weights, device)
 
-    def _pack(self, weights: list[QuantTensor | Tensor], device: torch.device) -> None:
-        self.gemm = self._packed(weights, device)
+    def _holds_bias(self, slot: int) -> bool:
+        return self.has_bias and self.region("bias", slot) is not None
 
-    def _packed(self, weights: list[QuantTensor | Tensor], device: torch.device) -> nn.Module:
+    def _pack(self, weights: list[QuantTensor | Tensor], device: torch.device) -> None:
+        self.gemm = self._packed(weights, device, self.scheme)
+
+    def _packed(
+        self, weights: list[QuantTensor | Tensor], device: torch.device, scheme: Scheme
+    ) -> nn.Module:
         """Stack the weights into one and pack it; `self.kernel` says how."""
         quantized = [w for w in weights if isinstance(w, QuantTensor)]
         if len(quantized) < len(weights):
             dense = [w.dequantize(self.dtype) if isinstance(w, QuantTensor) else w for w in weights]
-            note = "" if self.scheme.weight is None else "decoded to full precision by its format"
+            note = "" if scheme.weight is None else "decoded to full precision by its format"
             self.kernel = KernelReport("dense", note=note)
             return DenseLinear(dense[0] if len(dense) == 1 else torch.cat(dense))
         weight = stack(quantized)
-        scheme, note = usable_input(self.scheme.input)
-        static = scheme is not None and not scheme.dynamic
+        input, note = usable_input(scheme.input)
+        static = input is not None and not input.dynamic
         if static and weight.input_scale is None:
-            scheme, static = replace(scheme, dynamic=True), False  # type: ignore[type-var]
+            input, static = replace(input, dynamic=True), False  # type: ignore[type-var]
             note = "the checkpoint has no scale for its static input: quantized dynamically"
         bare = replace(weight, inner=None, input_scale=None, input_zero=None)
-        inner_scheme = None if static else scheme
-        choice = choose(bare, inner_scheme, device=device, dtype=self.dtype)
+        shared = None if static or input is None else self._shared_rounding(input)
+        kernel_input = None if static or shared is not None else input
+        choice = choose(bare, kernel_input, device=device, dtype=self.dtype)
         self.kernel = KernelReport(choice.kernel.name, choice.refused, note)
-        gemm = choice.kernel.pack(bare, inner_scheme, device=device, dtype=self.dtype)
-        if static and scheme is not None:
-            gemm = _with_static_input(gemm, weight, scheme, device)
+        gemm = choice.kernel.pack(bare, kernel_input, device=device, dtype=self.dtype)
+        if static and input is not None:
+            gemm = with_static_input(gemm, weight, input, device)
+        elif shared is not None:
+            gemm = RoundedInput(gemm, shared)
         if weight.inner is None:
             return gemm
         return ScaledInput(gemm, weight.inner.to(device), weight.evaluation.inner)
+
+    def _shared_rounding(self, input: InputScheme) -> Callable[[Tensor], Tensor] | None:
+        """Return what rounds x where other ranks hold its other columns; None: the kernel does."""
+        del input
+        return None
 
     # -- running -------------------------------------------------------------------------------
 
@@ -284,11 +267,6 @@ class QuantLinear(nn.Module):
         return self
 
 
-def is_differentiable(gemm: nn.Module) -> bool:
-    """True if autograd gets the gradient of the input through a packed weight."""
-    return bool(getattr(gemm, "differentiable", False))
-
-
 def _keeping_dtypes(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return `fn`, but for its changes of dtype: FP8 codes and scales are floats to `.to`."""
 
@@ -299,11 +277,4 @@ def _keeping_dtypes(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
     return move
 
 
-def _with_static_input(
-    gemm: nn.Module, weight: QuantTensor, scheme: InputScheme, device: torch.device
-) -> StaticInput:
-    assert weight.input_scale is not None, "a static input has a scale"
-    scale, zero = weight.input_scale.to(device), weight.input_zero
-    if weight.evaluation.input == "/":
-        scale = 1 / scale
-    return StaticInput(gemm, scheme.grid, scale, None if zero is None else zero.to(device))
+__all__ = ["DenseLinear", "KernelReport", "Key", "QuantLinear", "is_differentiable"]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantload.layers.cut import Cut
 from quantload.layers.linear import QuantLinear
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import Scheme
@@ -53,27 +54,29 @@ class LinearStack(QuantLinear):
 
     Args:
         in_features: K.
-        out_features: N of each member.
+        out_features: N of each member, of what this rank holds.
         bias: True if every member has a bias, False if none has.
-        scheme: Scheme of every member.
+        scheme: Scheme of every member, or one for each; unlike members run one by one.
         dtype: dtype of x, bias and result.
         prefix: Dotted path in the model.
         proven: True if a probe showed that nothing writes to the input between the members.
+        cut: See `QuantLinear`; its tensors are the members, or one that is fused on disk.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - as `QuantLinear`, and what a probe showed
         self,
         in_features: int,
         out_features: Sequence[int],
         *,
         bias: bool,
-        scheme: Scheme,
+        scheme: Scheme | Sequence[Scheme],
         dtype: torch.dtype,
         prefix: str,
         proven: bool = False,
+        cut: Cut | None = None,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias=bias, scheme=scheme, dtype=dtype, prefix=prefix
+            in_features, out_features, bias=bias, scheme=scheme, dtype=dtype, prefix=prefix, cut=cut
         )
         self.proven = proven
         self.separate: nn.ModuleList | None = None  # one GEMM a member, where one for all cannot be
@@ -86,13 +89,29 @@ class LinearStack(QuantLinear):
         """Return what is copied and pickled: without the memos, which belong to running calls."""
         return {**self.__dict__, "_memos": {}}
 
+    @property
+    def part_sizes(self) -> list[int]:
+        """Features of the result of each member."""
+        return self.sizes
+
     def _pack(self, weights: list[QuantTensor | Tensor], device: torch.device) -> None:
-        quantized = [weight for weight in weights if isinstance(weight, QuantTensor)]
-        self.why_separate = why_not_stackable(quantized) or "" if quantized else ""
+        self.why_separate = self._why_not_one(weights)
         if not self.why_separate:
             super()._pack(weights, device)
             return
-        self.separate = nn.ModuleList(self._packed([weight], device) for weight in weights)
+        self.separate = nn.ModuleList(
+            self._packed([weight], device, scheme)
+            for weight, scheme in zip(weights, self.schemes, strict=True)
+        )
+
+    def _why_not_one(self, weights: list[QuantTensor | Tensor]) -> str:
+        """Say why the members cannot be one weight; "" if they can."""
+        first = self.schemes[0]
+        unlike = [s for s in self.schemes if (s.weight, s.input) != (first.weight, first.input)]
+        if unlike:
+            return f"schemes differ: {first} and {unlike[0]}"
+        quantized = [weight for weight in weights if isinstance(weight, QuantTensor)]
+        return why_not_stackable(quantized) or "" if quantized else ""
 
     @property
     def weight(self) -> Tensor:
@@ -106,6 +125,27 @@ class LinearStack(QuantLinear):
         super()._apply(fn, recurse)
         return self
 
+    # -- running -------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., K] to the results of all members, [..., N]."""
+        if self.separate is None:
+            return super().forward(x)
+        return torch.cat([self._alone(x, slot) for slot in range(len(self.sizes))], dim=-1)
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """Return the results of all members, [..., N_i] each; they may share memory."""
+        return list(torch.split(self.forward(x), self.sizes, dim=-1))
+
+    def part(self, x: Tensor, slot: int) -> Tensor:
+        """Return the result of one member that runs on its own, [..., N_slot]."""
+        return self._alone(x, slot)
+
+    def _alone(self, x: Tensor, slot: int) -> Tensor:
+        assert self.separate is not None, f"members of {self.prefix} run together"
+        bias = None if self.bias is None else torch.split(self.bias, self.sizes)[slot]
+        return self._multiply(self.separate[slot], x, bias)
+
     def begin(self, *_: object) -> None:
         """Share results from now on in this thread; a forward pre-hook of the parent."""
         self._memos[_thread()] = None
@@ -117,8 +157,7 @@ class LinearStack(QuantLinear):
     def take(self, x: Tensor, slot: int) -> Tensor:
         """Return the result of one member, [..., N_slot]; computes all members if need be."""
         if self.separate is not None:
-            bias = None if self.bias is None else torch.split(self.bias, self.sizes)[slot]
-            return self._multiply(self.separate[slot], x, bias)
+            return self.part(x, slot)
         thread, state = _thread(), _state(x)
         may_share = thread in self._memos and (self.proven or state[0] != _UNREADABLE)
         memo = self._memos.get(thread) if may_share else None
@@ -127,7 +166,7 @@ class LinearStack(QuantLinear):
             if not memo.parts:
                 self._memos[thread] = None
             return part
-        parts = dict(enumerate(torch.split(self.forward(x), self.sizes, dim=-1)))
+        parts = dict(enumerate(self.parts(x)))
         part = parts.pop(slot)
         if may_share:
             self._memos[thread] = _Memo(x, state, parts)
@@ -163,7 +202,7 @@ class StackView(nn.Module):
         super().__init__()
         self.__dict__["stack"] = stack  # not registered: the parent has it
         self.slot = slot
-        self.in_features, self.out_features = stack.in_features, stack.sizes[slot]
+        self.in_features, self.out_features = stack.in_features, stack.part_sizes[slot]
 
     def extra_repr(self) -> str:
         """Describe the view in the model's printout."""

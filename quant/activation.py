@@ -21,6 +21,7 @@ token or group NaN.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -30,7 +31,7 @@ from quantload.errors import ConfigError
 from quantload.quant.grid import Grid
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.rtn import as_blocks, round_to_nearest, scaled_blocks
-from quantload.quant.scales import block_scales, global_scale, minmax_scale
+from quantload.quant.scales import BlockScales, block_scales, global_scale, minmax_scale
 from quantload.quant.scheme import Granularity, InputScheme, WeightScheme
 
 NVFP4_ABSMAX = 2688.0
@@ -64,11 +65,65 @@ def fake_quantize(x: Tensor, scheme: InputScheme, *, outer: Tensor | None = None
     weight_scheme = _as_weight_scheme(scheme)
     blocks = as_blocks(tokens, weight_scheme.block_of(n_tokens, n_features))
     scales = block_scales(blocks, weight_scheme, shared=None, outer=outer)
-    values = scheme.grid.nearest(scaled_blocks(blocks, scales.divisor, scales.zero, scheme.grid))
+    values = _on_grid(blocks, scales, scheme.grid)
+    return values[:, :n_features].reshape(x.shape).to(x.dtype)
+
+
+def fake_quantize_columns(
+    x: Tensor,
+    scheme: InputScheme,
+    columns: tuple[int, int],
+    *,
+    exchange_max: Callable[[Tensor], Tensor],
+    outer: Tensor | None = None,
+) -> Tensor:
+    """Quantize and dequantize the columns of an input whose others are held by other processes.
+
+    The result is that of `fake_quantize` on all columns, cut: what shares a scale is looked at as a
+    whole, in all processes.
+
+    Args:
+        x: [..., K / processes] float dtype, the columns of this process.
+        scheme: A dynamic scheme.
+        columns: (start of these columns, K).
+        exchange_max: Takes the largest of each element over the processes.
+        outer: As in `fake_quantize`.
+    """
+    start, total = columns
+    width = x.shape[-1]
+    is_group = scheme.granularity == "group" and (scheme.group_size or total) < total
+    size = scheme.group_size if is_group and scheme.group_size is not None else total
+    if is_group and width % size == 0:
+        return fake_quantize(x, scheme, outer=outer)  # no group lies in two processes
+    if x.shape[:-1].numel() == 0:
+        return x
+    tokens = x.detach().reshape(-1, width)
+    left = start % size if is_group else 0  # zeros never widen a range
+    padded = torch.nn.functional.pad(tokens, (left, 0)) if left else tokens
+    rows = len(tokens) if scheme.granularity == "tensor" else 1
+    blocks = as_blocks(padded, (rows, size if is_group else width))
+    ends = torch.stack([-blocks.amin(dim=(1, 3)), blocks.amax(dim=(1, 3))]).clamp(min=0)
+    first, count = start // size, blocks.shape[2]
+    reached = ends.new_zeros(*ends.shape[:2], -(-total // size))
+    reached[..., first : first + count] = ends
+    low, high = exchange_max(reached)[..., first : first + count]
+    scales = block_scales(
+        torch.stack([-low, high], dim=-1)[:, None],
+        _as_weight_scheme(scheme),
+        shared=None,
+        outer=outer,
+    )
+    values = _on_grid(blocks, scales, scheme.grid)
+    return values[:, left : left + width].reshape(x.shape).to(x.dtype)
+
+
+def _on_grid(blocks: Tensor, scales: BlockScales, grid: Grid) -> Tensor:
+    """Round blocks [R, r, G, c] to a grid; returns the values [R * r, G * c]."""
+    values = grid.nearest(scaled_blocks(blocks, scales.divisor, scales.zero, grid))
     if scales.zero is not None:
-        values -= scales.zero.to(x.dtype)[:, None, :, None]
+        values -= scales.zero.to(blocks.dtype)[:, None, :, None]
     values *= scales.divisor[:, None, :, None]
-    return values.flatten(2).flatten(0, 1)[:, :n_features].reshape(x.shape).to(x.dtype)
+    return values.flatten(2).flatten(0, 1)
 
 
 def fake_quantize_static(x: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -181,6 +236,7 @@ __all__ = [
     "constant_input_scale",
     "default_absmax",
     "fake_quantize",
+    "fake_quantize_columns",
     "fake_quantize_static",
     "token_codes",
     "with_input_scale",

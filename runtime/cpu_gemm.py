@@ -184,6 +184,8 @@ class CpuInt8Inputs:
         if input.granularity != "token" or input.grid.name != "int8" or not input.dynamic:
             found = f"`{input.grid.name}` a {input.granularity}"
             return f"wants int8 inputs with a scale a token, found {found}"
+        if not input.symmetric:
+            return "wants inputs without zero points"
         return _why_not_int8_rows(weight, device)
 
     def pack(

@@ -293,7 +293,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     if place.type != "cuda":
         return place
     count = torch.cuda.device_count()
-    index = place.index
+    index: int | None = place.index
     if index is None:
         index = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0
     if index >= count:
@@ -333,9 +333,9 @@ def _group(members: list[list[int]], rank: int) -> ProcessGroup | None:
     """Return the group that holds `rank`; every process makes all groups, in one order."""
     if len(members[0]) == 1:
         return None
-    if len(members) == 1:
-        return dist.group.WORLD
-    groups = [dist.new_group(ranks) for ranks in members]
+    groups: list[ProcessGroup | None] = [dist.group.WORLD]
+    if len(members) > 1:
+        groups = [dist.new_group(ranks) for ranks in members]
     return next(g for g, ranks in zip(groups, members, strict=True) if rank in ranks)
 
 

@@ -34,7 +34,8 @@ from truth import CHECKPOINTS
 import quantload
 from quantload.errors import QuantloadError
 from quantload.layers import meta_model, siblings
-from quantload.layers.linear import QuantLinear, StaticInput
+from quantload.layers.inputs import StaticInput
+from quantload.layers.linear import QuantLinear
 from quantload.layers.stack import StackView
 from quantload.loader.formats import open_source
 from quantload.loader.open import open_checkpoint

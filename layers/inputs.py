@@ -1,0 +1,123 @@
+"""What happens to an input before a packed weight meets it: factors of columns, roundings.
+
+Each is a module around the packed weight, with its interface: forward(x, bias=None) maps [..., K]
+to [..., N], weight_values(dtype) returns [N, K].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quantload.quant.activation import fake_quantize_static
+from quantload.quant.grid import Grid
+from quantload.quant.qtensor import InnerUse, QuantTensor
+from quantload.quant.scheme import InputScheme
+
+
+class ScaledInput(nn.Module):
+    """y = gemm(x * factor), or x / factor: the columns' factors of a weight, applied to its input.
+
+    Args:
+        gemm: Multiplies with the weight without its factors.
+        factor: [K].
+        use: "*" or "/".
+    """
+
+    factor: Tensor
+
+    def __init__(self, gemm: nn.Module, factor: Tensor, use: InnerUse) -> None:
+        super().__init__()
+        self.gemm, self.use = gemm, use
+        self.register_buffer("factor", factor)
+
+    @property
+    def differentiable(self) -> bool:
+        """True if the product with the weight is."""
+        return is_differentiable(self.gemm)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map x [..., K] to [..., N]."""
+        return self.gemm(self._scaled(x), bias)  # type: ignore[no-any-return]
+
+    def weight_values(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K], factors included."""
+        return self._scaled(self.gemm.weight_values(dtype))  # type: ignore[operator]
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        factor = self.factor.to(x.dtype)
+        return x * factor if self.use == "*" else x / factor
+
+
+class StaticInput(nn.Module):
+    """y = gemm(x'), x' rounded with the fixed scale that the checkpoint holds.
+
+    Args:
+        gemm: Multiplies with the weight; takes x as it is.
+        grid: Number grid of the input's codes.
+        scale: [1], a multiplier.
+        zero: [1] or None.
+    """
+
+    differentiable = False
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(self, gemm: nn.Module, grid: Grid, scale: Tensor, zero: Tensor | None) -> None:
+        super().__init__()
+        self.gemm, self.grid = gemm, grid
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero", zero)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map x [..., K] to [..., N]."""
+        x = fake_quantize_static(x, self.grid, self.scale, self.zero)
+        return self.gemm(x, bias)  # type: ignore[no-any-return]
+
+    def weight_values(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K]."""
+        return self.gemm.weight_values(dtype)  # type: ignore[operator, no-any-return]
+
+
+class RoundedInput(nn.Module):
+    """y = gemm(x'), x' rounded before the kernel sees it.
+
+    Args:
+        gemm: Multiplies with the weight; takes x as it is.
+        rounding: Maps x [..., K] to x'.
+    """
+
+    differentiable = False
+
+    def __init__(self, gemm: nn.Module, rounding: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gemm, self.rounding = gemm, rounding
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map x [..., K] to [..., N]."""
+        return self.gemm(self.rounding(x), bias)  # type: ignore[no-any-return]
+
+    def weight_values(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K]."""
+        return self.gemm.weight_values(dtype)  # type: ignore[operator, no-any-return]
+
+
+def is_differentiable(gemm: nn.Module) -> bool:
+    """True if autograd gets the gradient of the input through a packed weight."""
+    return bool(getattr(gemm, "differentiable", False))
+
+
+def with_static_input(
+    gemm: nn.Module, weight: QuantTensor, scheme: InputScheme, device: torch.device
+) -> StaticInput:
+    """Round the input of a packed weight with the fixed scale that came with the weight."""
+    assert weight.input_scale is not None, "a static input has a scale"
+    scale, zero = weight.input_scale.to(device), weight.input_zero
+    if weight.evaluation.input == "/":
+        scale = 1 / scale
+    return StaticInput(gemm, scheme.grid, scale, None if zero is None else zero.to(device))
+
+
+__all__ = ["RoundedInput", "ScaledInput", "StaticInput", "is_differentiable", "with_static_input"]
