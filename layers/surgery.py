@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quantload.errors import ModelError, listed
-from quantload.layers.checkpoint_names import checkpoint_conversion
+from quantload.layers.checkpoint_names import mapper_of
 from quantload.layers.guard import guard
 from quantload.layers.linear import QuantLinear
 from quantload.layers.meta_model import (
@@ -53,43 +53,6 @@ class LinearReport:
     refused: tuple[tuple[str, str], ...] = ()
     fused_into: str = ""
     note: str = ""
-
-
-def mapper_of(model: TransformersModel) -> WeightMapper:
-    """Return the mapper from checkpoint names to a model that surgery has not touched yet."""
-    modules = {
-        path: frozenset((*_parameters(module), *_buffers(module)))
-        for path, module in model.named_modules(remove_duplicate=False)
-    }
-    base = model.base_model_prefix
-    return WeightMapper(
-        modules,
-        base_prefix=base if base in dict(model.named_children()) else "",
-        convert=checkpoint_conversion(model),
-        may_ignore=(
-            *sorted(model._keys_to_ignore_on_load_unexpected or ()),
-            *_prediction_layers(model),
-        ),
-    )
-
-
-def _parameters(module: nn.Module) -> list[str]:
-    return [name for name, parameter in module._parameters.items() if parameter is not None]
-
-
-def _buffers(module: nn.Module) -> list[str]:
-    named = module._buffers.items()
-    transient = module._non_persistent_buffers_set
-    return [name for name, buffer in named if buffer is not None and name not in transient]
-
-
-def _prediction_layers(model: TransformersModel) -> tuple[str, ...]:
-    """Patterns of multi-token prediction layers, which follow the last layer of the model."""
-    config = model.config.get_text_config()
-    layers = getattr(config, "num_hidden_layers", 0)
-    names = ("num_nextn_predict_layers", "n_predict", "mtp_num_hidden_layers")
-    extra = max((int(getattr(config, name, 0) or 0) for name in names), default=0)
-    return (r"(^|\.)mtp\.", *(rf"(^|\.)layers\.{layers + i}\." for i in range(extra)))
 
 
 def replace_linears(
@@ -198,8 +161,7 @@ def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
 
 def schemes_in_model(mapper: WeightMapper, schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
     """Turn schemes by checkpoint name into schemes by model path; other modules are left out."""
-    paths = {name: mapper.module_of(name) for name in schemes}
-    return {path: schemes[name] for name, path in paths.items() if path is not None}
+    return {path: scheme for name, scheme in schemes.items() for path in mapper.layers_of(name)}
 
 
 def finish(
@@ -262,3 +224,13 @@ def _report(path: str, layer: QuantLinear, *, note: str, fused_into: str = "") -
         fused_into=fused_into,
         note=note,
     )
+
+
+__all__ = [
+    "LinearReport",
+    "explain",
+    "finish",
+    "mapper_of",
+    "replace_linears",
+    "schemes_in_model",
+]

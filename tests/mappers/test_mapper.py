@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantload.errors import UnexpectedTensor
-from quantload.mappers.mapper import Conversion, Piece, Target, WeightMapper
+from quantload.mappers.mapper import Conversion, Converted, Piece, Target, WeightMapper
 
 ATTENTION = "model.layers.0.self_attn"
 MODULES = {
@@ -112,10 +112,11 @@ def test_real_biases_are_not_droppable(mapper: WeightMapper) -> None:
 def test_conversions() -> None:
     def convert(name: str) -> Conversion:
         if "experts.3.up" in name:
-            return Conversion("model.layers.0.mlp.experts.gate_up_proj", Piece(3, 1, 2))
+            end = Converted("model.layers.0.mlp.experts.gate_up_proj", piece=Piece(3, 1, 2))
+            return Conversion((end,), steps=(f"merged -> {end.name}",))
         if "rope" in name:
-            return Conversion(name, refused="transformers permutes it")
-        return Conversion(name.replace("transformer.", "model."))
+            return Conversion((Converted(name),), refused="transformers permutes it")
+        return Conversion((Converted(name.replace("transformer.", "model.")),))
 
     mapper = WeightMapper(MODULES, base_prefix="model", convert=convert)
     experts = "model.layers.0.mlp.experts"
@@ -130,7 +131,12 @@ def test_conversions() -> None:
 def test_explain(mapper: WeightMapper) -> None:
     stacked = mapper.with_stacks({f"{ATTENTION}.k_proj": ("stack", 1)})
     assert stacked.explain("model.norm.weight") == "model.norm.weight"
-    assert stacked.explain("norm.weight") == "norm.weight -> model.norm.weight"
+    assert stacked.explain("norm.weight") == (
+        "norm.weight: base prefix `model.` added -> model.norm.weight"
+    )
+    assert stacked.explain("model.norm.gamma") == (
+        "model.norm.gamma: legacy name of a norm; -> model.norm.weight"
+    )
     assert "`weight` of slot 1 in stack" in stacked.explain(f"{ATTENTION}.k_proj.weight")
     assert "dropped: rotary table" in stacked.explain("model.rotary_emb.inv_freq")
     assert "nearest module `model.layers.0.mlp.gate_proj" in stacked.explain(
