@@ -1,0 +1,110 @@
+"""Plans of sharing layers: heads stay whole, blocks stay together, and shapes prove the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from fake_source import tiny_config
+from torch import nn
+
+from quantload.layers.meta_model import build_on_meta
+from quantload.layers.sharding import ShardPlan, Style, plan_sharding
+
+NOWHERE = Path("/nowhere")
+ATTENTION = "model.layers.0.self_attn"
+
+
+def plan_of(model_type: str, ranks: int, **options: object) -> ShardPlan:
+    config = tiny_config(model_type, **options)
+    return plan_sharding(build_on_meta(config, NOWHERE, dtype=torch.float32), ranks)
+
+
+def kinds(plan: ShardPlan) -> dict[str, int]:
+    return dict(Counter(style.kind for style in plan.styles.values()))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_every_layer_of_a_plain_decoder_is_cut(model_type, ranks):
+    plan = plan_of(model_type, ranks, vocab_size=131)
+    assert kinds(plan) == {"vocabulary": 2, "column": 10, "row": 4}
+    assert plan.styles[f"{ATTENTION}.q_proj"] == Style("column", 16)
+    assert plan.styles["model.layers.1.mlp.down_proj"] == Style("row", 1)
+    assert not plan.replicated()
+
+
+def test_ranks_that_outnumber_key_value_heads_share_them():
+    style = plan_of("llama", 4).styles[f"{ATTENTION}.k_proj"]
+    assert [style.rows(32, rank, 4) for rank in range(4)] == [(0, 16), (0, 16), (16, 32), (16, 32)]
+
+
+def test_parts_are_equal_and_cover_all():
+    assert [Style("column").rows(96, rank, 4) for rank in range(4)] == [
+        (0, 24), (24, 48), (48, 72), (72, 96)
+    ]  # fmt: skip
+    assert [Style("row").columns(6, rank, 3) for rank in range(3)] == [(0, 2), (2, 4), (4, 6)]
+    assert Style("row").rows(6, 0, 3) is None
+    assert Style("column").columns(6, 0, 3) is None
+
+
+def test_a_block_whose_heads_do_not_divide_is_replicated_as_a_whole():
+    plan = plan_of("llama", 8)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        style = plan.styles[f"{ATTENTION}.{name}"]
+        assert style.kind == "replicated"
+        assert "4 heads cannot be shared by 8 ranks" in style.reason
+    assert plan.styles["model.layers.0.mlp.up_proj"].kind == "column"
+
+
+def test_a_model_without_a_plan_is_replicated():
+    plan = plan_of("gpt2", 2)
+    assert set(kinds(plan)) == {"replicated"}
+    assert list(plan.replicated()) == ["not in the tensor parallel plan of the model"]
+
+
+def model_with(forward) -> nn.Module:
+    model = build_on_meta(tiny_config("llama"), NOWHERE, dtype=torch.float32)
+    block = type(model.model.layers[0].mlp)
+    model.model.layers[1].mlp.__class__ = type("Odd", (block,), {"forward": forward})
+    return model
+
+
+def test_a_block_that_does_not_fit_when_cut_is_replicated_and_the_others_are_not():
+    def forward(self, x):
+        return self.down_proj(torch.ones(96, device=x.device) * self.up_proj(x))
+
+    plan = plan_sharding(model_with(forward), 2)
+    assert plan.styles["model.layers.0.mlp.up_proj"].kind == "column"
+    for name in ("up_proj", "down_proj"):
+        style = plan.styles[f"model.layers.1.mlp.{name}"]
+        assert style.kind == "replicated"
+        assert "shapes do not fit" in style.reason
+
+
+def test_a_block_that_returns_another_shape_when_cut_is_replicated():
+    def forward(self, x):
+        y = self.down_proj(self.up_proj(x))
+        return y[..., : self.up_proj(x).shape[-1] * 64 // 96].repeat_interleave(2, -1)[..., :64]
+
+    plan = plan_sharding(model_with(forward), 4)
+    assert plan.styles["model.layers.1.mlp.up_proj"].kind == "replicated"
+    assert plan.styles["model.layers.0.mlp.up_proj"].kind == "column"
+
+
+def test_a_model_that_does_not_run_is_replicated():
+    def forward(self, x):
+        raise RuntimeError("not on meta")
+
+    plan = plan_sharding(model_with(forward), 2)
+    assert "column" not in kinds(plan)
+    assert any("cannot be proven" in reason for reason in plan.replicated())
+
+
+def test_numbers_of_heads_are_cut_with_the_heads():
+    model = build_on_meta(tiny_config("llama"), NOWHERE, dtype=torch.float32)
+    sinks = nn.Parameter(torch.empty(4, device="meta"))
+    model.model.layers[0].self_attn.sinks = sinks
+    assert plan_sharding(model, 2).vectors == (f"{ATTENTION}.sinks",)
