@@ -304,8 +304,8 @@ def load_model(  # noqa: PLR0913 - as `load`
     schemes = {name: w.scheme for name, w in source.weights.items() if w.scheme is not None}
     if not quantize_inputs:
         schemes = {name: replace(scheme, input=None) for name, scheme in schemes.items()}
-    schemes = surgery.schemes_in_model(mapper, schemes)
-    found = siblings.find_siblings(model)
+    surgery.replace_experts(model, mapper, schemes, source.weights, dtype=dtype)
+    schemes, found = surgery.schemes_in_model(mapper, schemes), siblings.find_siblings(model)
     stacks = surgery.replace_linears(model, schemes, found, dtype=dtype, fuse=fuse)
     done = assign(
         model,

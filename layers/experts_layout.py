@@ -112,8 +112,9 @@ class ExpertsLayout:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """True if parameters of the module hold the weights of several experts."""
-    return sum(p is not None and p.ndim == 3 for p in module._parameters.values()) > 1
+    """True if parameters of the module hold the weights of all experts of a block."""
+    matrices = [n for n, p in module._parameters.items() if p is not None and p.ndim == 3]
+    return "down_proj" in matrices and len(matrices) > 1
 
 
 def layout_of(module: nn.Module) -> ExpertsLayout | str:

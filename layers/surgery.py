@@ -18,7 +18,9 @@ from torch import nn
 
 from quantload.errors import ModelError, listed
 from quantload.layers.checkpoint_names import mapper_of
+from quantload.layers.experts_surgery import explain_experts, replace_experts
 from quantload.layers.guard import guard
+from quantload.layers.layer_builder import LayerBuilder, Sharing
 from quantload.layers.linear import QuantLinear
 from quantload.layers.meta_model import (
     TransformersModel,
@@ -45,6 +47,7 @@ class LinearReport:
         refused: (kernel, reason) of the kernels before it in the table.
         fused_into: Path of the stack that computes it, "" if it runs on its own.
         note: What differs from the scheme or from fusion, "" if nothing does.
+        experts: How many experts of a block run so; 0 for a layer of its own.
     """
 
     module: str
@@ -53,6 +56,7 @@ class LinearReport:
     refused: tuple[tuple[str, str], ...] = ()
     fused_into: str = ""
     note: str = ""
+    experts: int = 0
 
 
 def replace_linears(
@@ -62,6 +66,7 @@ def replace_linears(
     *,
     dtype: torch.dtype,
     fuse: bool = True,
+    sharing: Sharing | None = None,
 ) -> dict[str, tuple[str, int]]:
     """Put our layers into the model.
 
@@ -71,39 +76,38 @@ def replace_linears(
         siblings: Layers that read the same input.
         dtype: dtype of activations.
         fuse: Make stacks; False replaces quantized layers one by one.
+        sharing: How ranks share the model; None if there is one.
 
     Returns:
         Members of stacks: {member path: (stack path, slot)}.
     """
+    builder = LayerBuilder(schemes, dtype, sharing or Sharing())
+    linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
     stacks: dict[str, tuple[str, int]] = {}
     shared = _shared_parameters(model)
     for group in siblings.groups if fuse else ():
-        for members in _alike(model, group, schemes, dtype, shared):
-            stacks |= _make_stack(model, members, schemes, dtype, proven=group in siblings.proven)
-    for path, scheme in schemes.items():
-        module = model.get_submodule(path)
-        if path not in stacks and (is_plain_linear(module) or is_transposed_linear(module)):
-            _put(model, path, _alone(module, scheme, dtype, path))
+        held = {path: linears[path] for path in group if path in linears}
+        for members in _alike(held, builder, shared):
+            stacks |= _make_stack(model, members, builder, proven=group in siblings.proven)
+    for path, module in list(model.named_modules()):
+        is_linear = is_plain_linear(module) or is_transposed_linear(module)
+        if is_linear and path not in stacks and (path in schemes or builder.is_cut(path)):
+            _put(model, path, builder.alone(module, path))
     return stacks
 
 
 def _alike(
-    model: nn.Module,
-    group: tuple[str, ...],
-    schemes: Mapping[str, Scheme],
-    dtype: torch.dtype,
-    shared: frozenset[int],
-) -> list[list[str]]:
+    group: Mapping[str, nn.Linear], builder: LayerBuilder, shared: frozenset[int]
+) -> list[dict[str, nn.Linear]]:
     """Split a group into runs that can be one GEMM: equal schemes and widths, all or no biases."""
-    alike: dict[object, list[str]] = {}
-    for path in group:
-        linear = model.get_submodule(path)
-        assert isinstance(linear, nn.Linear), f"{path} is a member of a group of linear layers"
-        scheme = schemes.get(path, DENSE)
-        if scheme is DENSE and (linear.weight.dtype != dtype or id(linear.weight) in shared):
+    alike: dict[object, dict[str, nn.Linear]] = {}
+    for path, linear in group.items():
+        is_dense = builder.scheme(path) is DENSE
+        if is_dense and (linear.weight.dtype != builder.dtype or id(linear.weight) in shared):
             continue
-        key = (scheme.weight, scheme.input, linear.in_features, linear.bias is not None)
-        alike.setdefault(key, []).append(path)
+        key = builder.alike(path, linear)
+        if key is not None:
+            alike.setdefault(key, {})[path] = linear
     return [members for members in alike.values() if len(members) > 1]
 
 
@@ -114,44 +118,18 @@ def _shared_parameters(model: nn.Module) -> frozenset[int]:
 
 
 def _make_stack(
-    model: nn.Module,
-    members: list[str],
-    schemes: Mapping[str, Scheme],
-    dtype: torch.dtype,
-    *,
-    proven: bool,
+    model: nn.Module, members: Mapping[str, nn.Linear], builder: LayerBuilder, *, proven: bool
 ) -> dict[str, tuple[str, int]]:
-    linears = [model.get_submodule(path) for path in members]
-    first = linears[0]
-    assert isinstance(first, nn.Linear), f"{members[0]} is a linear layer"
-    parent_path = members[0].rpartition(".")[0]
+    parent_path = next(iter(members)).rpartition(".")[0]
     parent = model.get_submodule(parent_path)
     name = "_".join(path.rpartition(".")[2] for path in members) + "_stack"
     path = f"{parent_path}.{name}" if parent_path else name
-    stack = LinearStack(
-        first.in_features,
-        [linear.out_features for linear in linears if isinstance(linear, nn.Linear)],
-        bias=first.bias is not None,
-        scheme=schemes.get(members[0], DENSE),
-        dtype=dtype,
-        prefix=path,
-        proven=proven,
-    )
+    stack = builder.stack(members, prefix=path, proven=proven)
     for slot, member in enumerate(members):
         _put(model, member, StackView(stack, slot))
     parent.add_module(name, stack)
     share_within(parent, stack)
     return {member: (path, slot) for slot, member in enumerate(members)}
-
-
-def _alone(module: nn.Module, scheme: Scheme, dtype: torch.dtype, path: str) -> QuantLinear:
-    if isinstance(module, nn.Linear):
-        width, height = module.in_features, module.out_features
-    else:  # stored as [K, N]
-        weight = module.get_parameter("weight")
-        width, height = weight.shape[0], weight.shape[1]
-    bias = getattr(module, "bias", None) is not None
-    return QuantLinear(width, height, bias=bias, scheme=scheme, dtype=dtype, prefix=path)
 
 
 def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
@@ -201,9 +179,16 @@ def _log_notes(model: nn.Module) -> None:
 
 def explain(model: nn.Module) -> list[LinearReport]:
     """Return how each linear layer of a loaded model runs, in the order of the model."""
-    reports = []
+    reports: list[LinearReport] = []
+    block = None  # experts, whose layers are told together
     for path, module in model.named_modules():
-        if isinstance(module, StackView):
+        if block is not None and path.startswith(block):
+            continue
+        experts = explain_experts(path, module)
+        block = f"{path}." if experts else None
+        if experts:
+            reports += [LinearReport(**vars(report)) for report in experts]
+        elif isinstance(module, StackView):
             stack: LinearStack = module.__dict__["stack"]
             fused = "" if stack.separate is not None else stack.prefix
             note = f"not fused: {stack.why_separate}" if stack.why_separate else stack.kernel.note
@@ -231,6 +216,7 @@ __all__ = [
     "explain",
     "finish",
     "mapper_of",
+    "replace_experts",
     "replace_linears",
     "schemes_in_model",
 ]
