@@ -21,20 +21,36 @@ _WHOLE = Style("replicated")
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How ranks share the layers of a model.
+
+    Args:
+        parallel: This process among those that share it.
+        plan: How they share its layers; None if there are no others.
+    """
+
+    parallel: Parallel = field(default_factory=Parallel)
+    plan: ShardPlan | None = None
+
+
+@dataclass(frozen=True)
 class LayerBuilder:
     """Makes the layers of one model.
 
     Args:
         schemes: Scheme of each quantized module, by model path.
         dtype: dtype of activations.
-        parallel: This process among those that share the model.
-        plan: How they share its layers; None if there are no others.
+        sharing: How ranks share them.
     """
 
     schemes: Mapping[str, Scheme]
     dtype: torch.dtype
-    parallel: Parallel = field(default_factory=Parallel)
-    plan: ShardPlan | None = None
+    sharing: Sharing = field(default_factory=Sharing)
+
+    @property
+    def parallel(self) -> Parallel:
+        """This process among those that share the model."""
+        return self.sharing.parallel
 
     def scheme(self, path: str) -> Scheme:
         """Return the scheme of a layer, DENSE if it has none."""
@@ -42,7 +58,8 @@ class LayerBuilder:
 
     def style(self, path: str) -> Style:
         """Return how the ranks share a layer."""
-        return _WHOLE if self.plan is None else self.plan.styles.get(path, _WHOLE)
+        plan = self.sharing.plan
+        return _WHOLE if plan is None else plan.styles.get(path, _WHOLE)
 
     def is_cut(self, path: str) -> bool:
         """True if no rank holds all of a linear layer."""
@@ -157,4 +174,4 @@ def _size(module: nn.Module) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-__all__ = ["LayerBuilder"]
+__all__ = ["LayerBuilder", "Sharing"]
