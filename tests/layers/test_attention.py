@@ -242,6 +242,16 @@ def test_a_window_counts_where_there_is_no_mask() -> None:
     assert torch.allclose(last, expected[:, -1:], atol=1e-6)
 
 
+def test_a_mask_may_let_a_query_see_later_keys() -> None:
+    query, key = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    two_sided = Module()
+    two_sided.is_causal = False
+    expected = attention_forward(two_sided, query, key, key, None)[0]
+    found = attention_forward(Module(), query, key, key, mask, sliding_window=2)[0]
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
 def test_attention_over_chosen_blocks_is_refused() -> None:
     query = torch.randn(1, 2, 5, 8)
     with pytest.raises(ModelError, match="chosen blocks") as caught:
