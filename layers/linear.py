@@ -164,12 +164,15 @@ class QuantLinear(nn.Module):
     def finish(self, device: torch.device) -> None:
         """Pack what was received for a kernel on `device` and let go of it."""
         held = [slot for slot, region in enumerate(self.cut.regions) if region is not None]
-        weights = [self._received["weight", slot] for slot in held]
+        weights = self._weights_received(held)
         biases = [self._received["bias", slot] for slot in held if self._holds_bias(slot)]
         if biases:
             self.bias = torch.cat([b for b in biases if isinstance(b, Tensor)]).to(device)
         self._received = {}
         self._pack(weights, device)
+
+    def _weights_received(self, slots: list[int]) -> list[QuantTensor | Tensor]:
+        return [self._received["weight", slot] for slot in slots]
 
     def _holds_bias(self, slot: int) -> bool:
         return self.has_bias and self.region("bias", slot) is not None
@@ -262,12 +265,12 @@ class QuantLinear(nn.Module):
         if self._is_dense:
             self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         else:
-            fn = _keeping_dtypes(fn)
+            fn = keeping_dtypes(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
-def _keeping_dtypes(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def keeping_dtypes(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return `fn`, but for its changes of dtype: FP8 codes and scales are floats to `.to`."""
 
     def move(tensor: Tensor) -> Tensor:
@@ -277,4 +280,11 @@ def _keeping_dtypes(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
     return move
 
 
-__all__ = ["DenseLinear", "KernelReport", "Key", "QuantLinear", "is_differentiable"]
+__all__ = [
+    "DenseLinear",
+    "KernelReport",
+    "Key",
+    "QuantLinear",
+    "is_differentiable",
+    "keeping_dtypes",
+]
