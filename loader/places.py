@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,14 @@ class ExpertsReceiver(Receiver, Protocol):
 
     def has_input_first(self, leaf: str) -> bool:
         """Say whether the model's own parameter is [E, K, N] instead of [E, N, K]."""
+
+
+@runtime_checkable
+class TiedReceiver(Receiver, Protocol):
+    """A layer that may hold one weight with another: an output head."""
+
+    def share_weight(self, other: Any) -> bool:  # noqa: ANN401 - the layer that it is tied to
+        """Make the loaded weight of one that of both; False if both have values of their own."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +279,10 @@ class Places:
         """
         untied = []
         for alias, owner in self.tied.items():
+            shared = self._shared_by_layers(alias, owner)
+            if shared is not None:
+                untied += [] if shared else [alias]
+                continue
             one, two = _parameter(self.model, owner), _parameter(self.model, alias)
             if one.device.type == "meta":
                 one = two
@@ -282,6 +294,19 @@ class Places:
                 path, _, leaf = name.rpartition(".")
                 self.model.get_submodule(path)._parameters[leaf] = one
         return tuple(untied)
+
+    def _shared_by_layers(self, alias: str, owner: str) -> bool | None:
+        """Let layers of ours share their weight; None if they are none, False if they differ."""
+        layers = [self.model.get_submodule(name.rpartition(".")[0]) for name in (alias, owner)]
+        heads = [layer for layer in layers if isinstance(layer, TiedReceiver)]
+        if not heads or not all(isinstance(layer, Receiver) for layer in layers):
+            return None
+        other = next(layer for layer in layers if layer is not heads[0])
+        if heads[0].share_weight(other):
+            return True
+        values = [layer.weight for layer in layers]
+        tell_untied(alias, owner, *values)  # type: ignore[arg-type]
+        return False
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -328,4 +353,13 @@ def fitting(value: QuantTensor | Tensor, dtype: torch.dtype, job: Job) -> Tensor
     return value
 
 
-__all__ = ["ExpertsReceiver", "Job", "Places", "RankShare", "Receiver", "as_float", "fitting"]
+__all__ = [
+    "ExpertsReceiver",
+    "Job",
+    "Places",
+    "RankShare",
+    "Receiver",
+    "TiedReceiver",
+    "as_float",
+    "fitting",
+]
