@@ -4,9 +4,10 @@ import pytest
 import tiny_checkpoints as tiny
 import torch
 from converting import plan_of
+from safetensors.torch import save_file
 
 from quantload.loader.convert import run_plan
-from quantload.loader.stats import InputStatistics
+from quantload.loader.stats import InputStatistics, read_stats
 from quantload.loader.workers import Resources
 from quantload.progress import Silent
 from quantload.quant.scheme import PRESETS
@@ -39,6 +40,33 @@ def test_bytes_of_other_formats(tmp_path, format_name):
     outputs = []
     for device in ("cpu", "cuda"):
         plan = plan_of(folder, scheme[format_name], target=target_named(format_name))
+        out = tmp_path / device
+        run_plan(plan, out, Silent(), Resources(device=torch.device(device), workers=2))
+        outputs.append({file.name: file.read_bytes() for file in out.iterdir()})
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "name", ["W3A16", "W4A16", "W4A16_ASYM", "W8A8", "NVFP4A16", "MXFP4A16", "FP8_BLOCK"]
+)
+@pytest.mark.parametrize("is_weighed", [False, True])
+def test_bytes_of_a_search(tmp_path, name, dtype, is_weighed):
+    content = tiny.config(hidden=256, intermediate=384)
+    made = {key: tensor.to(dtype) for key, tensor in tiny.tensors(content).items()}
+    folder = tiny.write(tmp_path / "in", content, made)
+    options = {"observer": "search"}
+    if is_weighed:
+        rows = [row for row in plan_of(folder, name).rows if row.scheme]
+        squares = {
+            f"{row.module}.input_mean_square": torch.rand(row.shape[1]) ** 6 * 1e3 for row in rows
+        }
+        save_file(squares, tmp_path / "stats.safetensors")
+        options["stats"] = read_stats(tmp_path / "stats.safetensors")
+    outputs = []
+    for device in ("cpu", "cuda"):
+        plan = plan_of(folder, name, **options)
+        assert all((row.mean_square is not None) == is_weighed for row in plan.rows if row.scheme)
         out = tmp_path / device
         run_plan(plan, out, Silent(), Resources(device=torch.device(device), workers=2))
         outputs.append({file.name: file.read_bytes() for file in out.iterdir()})
