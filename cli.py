@@ -15,7 +15,7 @@ import click
 from quantload import __version__
 from quantload.cli_convert import convert
 from quantload.cli_doctor import doctor
-from quantload.cli_options import CHECK_TP, EVERY, JSON, QUIET, TRUST, warn
+from quantload.cli_options import CHECK_TP, EVERY, EXPLAIN, JSON, QUIET, TRUST, warn
 from quantload.errors import ConfigError, NotComparable, QuantloadError
 
 
@@ -46,14 +46,20 @@ main.add_command(doctor)
 @main.command()
 @click.argument("source")
 @CHECK_TP
+@EXPLAIN
 @EVERY
 @JSON
-def inspect(source: str, check_tp: int | None, every: bool, as_json: bool) -> None:
+def inspect(
+    source: str, check_tp: int | None, explain: tuple[str, ...], every: bool, as_json: bool
+) -> None:
     """Say what SOURCE holds, layer by layer, from its headers."""
     from quantload import api, cli_inspect, cli_output
     from quantload.loader.tensor_parallel import about_split
 
     opened = api.inspect(source)
+    if explain:
+        cli_inspect.show_routes(opened, explain, as_json=as_json)
+        return
     warn(opened.warnings)
     if check_tp:
         layers = ((w.module, w.shape, w.scheme) for w in opened.weights.values() if w.is_matrix)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from quantload.cli_output import (
     console,
     make_table,
     named_rows,
+    print_json,
     shape_text,
     size,
 )
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.source import Source
+from quantload.mappers.mapper import Route
 
 
 def inspect_json(source: Source) -> dict[str, Any]:
@@ -109,3 +112,52 @@ def _show_entries(source: Source, *, every: bool) -> None:
             left += 1
     if left:
         console().print(f"{left:6} modules by their names")
+
+
+def show_routes(source: Source, names: Sequence[str], *, as_json: bool) -> None:
+    """Print where tensors go in the model of a checkpoint, rule by rule.
+
+    Raises:
+        ModelError: transformers cannot build the model.
+    """
+    from quantload.layers.placement import routes_of  # transformers: seconds
+
+    checkpoint = source.checkpoint
+    held = [weight.parameter_name for weight in source.weights.values()]
+    routes = routes_of(checkpoint.config, checkpoint.folder, (*held, *source.plain), names)
+    if as_json:
+        print_json({"quantload_routes": 1, "routes": [_route_json(r, source) for r in routes]})
+        return
+    out = console()
+    for route in routes:
+        out.print(f"{route.name}: {_stored(route.name, source)}", markup=False, highlight=False)
+        for step in route.steps:
+            out.print(f"    {step}", markup=False, highlight=False)
+        end = ", ".join(str(target) for target in route.targets)
+        reason = f"{'left out' if route.is_dropped else 'nowhere'}: {route.reason}"
+        out.print(f"    = {end or reason}", markup=False, highlight=False)
+
+
+def _stored(name: str, source: Source) -> str:
+    """Say what the checkpoint holds under a name."""
+    tensors = source.checkpoint.tensors
+    owner = next((w for w in source.weights.values() if name in w.leaves.values()), None)
+    if name in tensors:
+        dtype, shape = _header(tensors[name])
+        said = f"{dtype} {shape_text(tuple(shape))}"
+        return said if owner is None else f"{said}, of the {owner.encoding} weight {owner.module}"
+    return "not in the checkpoint"
+
+
+def _route_json(route: Route, source: Source) -> dict[str, Any]:
+    return {
+        "name": route.name,
+        "in_checkpoint": route.name in source.checkpoint.tensors,
+        "steps": list(route.steps),
+        "targets": [
+            {"module": t.module, "leaf": t.leaf, "slot": t.slot, "text": str(t)}
+            for t in route.targets
+        ],
+        "reason": route.reason,
+        "left_out": route.is_dropped,
+    }

@@ -135,6 +135,14 @@ CHECK_TP: _Decorator = click.option(
     help="Name the layers of which a split over N devices cuts a group.",
 )
 
+EXPLAIN: _Decorator = click.option(
+    "--explain",
+    "explain",
+    multiple=True,
+    metavar="NAME",
+    help="Say where the tensor NAME goes in the model of SOURCE, rule by rule; repeatable.",
+)
+
 
 def warn(warnings: Iterable[str]) -> None:
     """Print warnings to stderr."""

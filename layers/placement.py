@@ -10,6 +10,7 @@ import torch
 
 from quantload.errors import ModelError
 from quantload.mappers.facts import missing_layers
+from quantload.mappers.mapper import Route
 from quantload.mappers.placement import Placement
 
 
@@ -31,8 +32,8 @@ def place_names(
     Returns:
         Empty, with a reason, for models that transformers cannot build.
     """
-    from quantload.layers.meta_model import build_on_meta, tied_names  # transformers: seconds
-    from quantload.layers.surgery import mapper_of
+    from quantload.layers.checkpoint_names import mapper_of  # transformers: seconds
+    from quantload.layers.meta_model import build_on_meta, tied_names
 
     names = list(parameters)
     if reason := missing_layers(config, names):
@@ -43,9 +44,9 @@ def place_names(
         )
     except ModelError as error:
         return Placement(origin=error.message)
-    mapper = mapper_of(model)
+    mapper = mapper_of(model, names)
     found = {name: mapper.find(name) for name in names}
-    filled = {target.name for target in found.values() if target is not None}
+    filled = {target.name for name in names for target in mapper.targets(name)}
     for alias, owner in tied_names(model).items():
         if alias in filled or owner in filled:
             filled |= {alias, owner}
@@ -63,4 +64,32 @@ def place_names(
     )
 
 
-__all__ = ["place_names"]
+def routes_of(
+    config: Mapping[str, Any],
+    folder: Path,
+    parameters: Iterable[str],
+    names: Iterable[str],
+    *,
+    trust_remote_code: bool = False,
+) -> list[Route]:
+    """Return where tensors go in the transformers model of a config, and by which rules.
+
+    Args:
+        config: Content of config.json.
+        folder: Folder of the checkpoint.
+        parameters: Names of what it holds, as a checkpoint in full precision names it.
+        names: The tensors that are asked about; they need not be in the checkpoint.
+        trust_remote_code: Run model code that comes with the checkpoint.
+
+    Raises:
+        ModelError: transformers cannot build the model.
+    """
+    from quantload.layers.checkpoint_names import mapper_of  # transformers: seconds
+    from quantload.layers.meta_model import build_on_meta
+
+    model = build_on_meta(config, folder, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+    mapper = mapper_of(model, list(parameters))
+    return [mapper.route(name) for name in names]
+
+
+__all__ = ["place_names", "routes_of"]

@@ -55,9 +55,12 @@ class Route:
     is_dropped: bool = False
 
     def __str__(self) -> str:
-        steps = self.steps
+        steps = list(self.steps)
         if not self.targets:
-            steps = (*steps, f"dropped: {self.reason}" if self.is_dropped else self.reason)
+            steps.append(f"dropped: {self.reason}" if self.is_dropped else self.reason)
+        for target in map(str, self.targets):
+            if target != self.name and not (steps and steps[-1].endswith(f"-> {target}")):
+                steps.append(f"-> {target}")
         return f"{self.name}: {'; '.join(steps)}" if steps else self.name
 
 
@@ -187,11 +190,9 @@ class WeightMapper:
             return Route(name, (), steps, dropped or self._why_nowhere(name), dropped is not None)
         steps = found.steps
         for target in found.targets:
-            if str(target) != name and not (steps and steps[-1].endswith(f"-> {target}")):
-                steps += (f"-> {target}",)
             stack = self._stacks.get(target.module)
             if stack is not None:
-                steps += (f"-> `{target.leaf}` of slot {stack[1]} in {stack[0]}",)
+                steps += (f"{target.module} is slot {stack[1]} of {stack[0]}",)
         return Route(name, self.targets(name), steps)
 
     def explain(self, name: str) -> str:

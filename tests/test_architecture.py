@@ -101,7 +101,7 @@ OPTIONS = {
         *("model", "prompt", "--max-new-tokens", "--chat", "--sample", "--seed", "--device"),
         *("--dtype", "--trust-remote-code", "--quiet"),
     },
-    "inspect": {"source", "--all", "--json", "--check-tp"},
+    "inspect": {"source", "--all", "--json", "--check-tp", "--explain"},
     "schemes": set(),
     "verify": {"output", "--source", "--nearest", "--all", "--json", "--quiet"},
 }

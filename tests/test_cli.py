@@ -211,6 +211,25 @@ def test_inspect_json(tmp_path, folder):
     assert content["plain"]["model.norm.weight"] == ["bfloat16", [64]]
 
 
+def test_inspect_explains_where_tensors_go(folder):
+    name, extra = f"{DOWN}.weight_scale", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    done = run("inspect", folder, *(f"--explain={n}" for n in (f"{DOWN}.weight", name, extra)))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines() == [
+        f"{DOWN}.weight: bfloat16 64x128, of the BF16 weight {DOWN}",
+        f"    = {DOWN}.weight",
+        f"{name}: not in the checkpoint",
+        f"    = {name}",
+        f"{extra}: not in the checkpoint",
+        "    = left out: rotary table, computed",
+    ]
+    done = run("inspect", folder, "--explain", "layers.1.mlp.up_proj.weight", "--json")
+    (route,) = json.loads(done.stdout)["routes"]
+    assert route["targets"][0]["module"] == "model.layers.1.mlp.up_proj"
+    assert route["steps"] == ["base prefix `model.` added -> model.layers.1.mlp.up_proj.weight"]
+    assert not route["in_checkpoint"]
+
+
 @pytest.mark.parametrize("architectures", [None, "LlamaForCausalLM", [], [3], {"a": 1}])
 def test_inspect_any_architectures(folder, architectures):
     content = json.loads((folder / "config.json").read_text())

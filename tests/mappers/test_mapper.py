@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from quantload.errors import UnexpectedTensor
-from quantload.mappers.mapper import Conversion, Converted, Piece, Target, WeightMapper
+from quantload.mappers.mapper import (
+    Conversion,
+    Converted,
+    Cut,
+    Join,
+    Piece,
+    Target,
+    WeightMapper,
+)
+from quantload.mappers.name_rules import NameRules
 
 ATTENTION = "model.layers.0.self_attn"
 MODULES = {
@@ -137,7 +146,9 @@ def test_explain(mapper: WeightMapper) -> None:
     assert stacked.explain("model.norm.gamma") == (
         "model.norm.gamma: legacy name of a norm; -> model.norm.weight"
     )
-    assert "`weight` of slot 1 in stack" in stacked.explain(f"{ATTENTION}.k_proj.weight")
+    assert stacked.explain(f"{ATTENTION}.k_proj.weight") == (
+        f"{ATTENTION}.k_proj.weight: {ATTENTION}.k_proj is slot 1 of stack; -> stack.weight[1]"
+    )
     assert "dropped: rotary table" in stacked.explain("model.rotary_emb.inv_freq")
     assert "nearest module `model.layers.0.mlp.gate_proj" in stacked.explain(
         "model.layers.0.mlp.gate_prj.weight"
@@ -147,3 +158,98 @@ def test_explain(mapper: WeightMapper) -> None:
 def test_ignored_by_the_model_class() -> None:
     mapper = WeightMapper(MODULES, may_ignore=(r"^mtp\.",))
     assert mapper.why_dropped("mtp.fc.weight") == "left out by the model class"
+
+
+# -- several places, rules, companions -----------------------------------------------------------
+
+
+def _fused_on_disk(name: str) -> Conversion:
+    """One tensor on disk for q and k, whose rows follow each other; a shard of the norm."""
+    if ".qk_proj." in name:
+        ends = tuple(
+            Converted(name.replace("qk_proj", part), cut=Cut(rows=(range(start, start + 4),)))
+            for part, start in (("q_proj", 0), ("k_proj", 4))
+        )
+        return Conversion(ends, steps=("Chunk",))
+    if ".norm_1." in name:
+        return Conversion((Converted("model.norm.weight", join=Join(1, 2)),))
+    return Conversion.unchanged(name)
+
+
+def test_a_tensor_can_go_to_several_layers() -> None:
+    mapper = WeightMapper(MODULES, base_prefix="model", convert=_fused_on_disk)
+    name = "layers.0.self_attn.qk_proj.weight"
+    q = Target(f"{ATTENTION}.q_proj", "weight", cut=Cut(rows=(range(4),)))
+    k = Target(f"{ATTENTION}.k_proj", "weight", cut=Cut(rows=(range(4, 8),)))
+    assert mapper.targets(name) == (q, k)
+    assert mapper.layers_of("layers.0.self_attn.qk_proj") == (q.module, k.module)
+    assert mapper.module_of("layers.0.self_attn.qk_proj") is None
+    assert mapper.modules_of(name) is None
+    stacked = mapper.with_stacks({k.module: ("stack", 1)})
+    assert stacked.targets(name)[1] == Target("stack", "weight", 1, cut=k.cut)
+    scale = mapper.targets("layers.0.self_attn.qk_proj.weight_scale")
+    assert [(target.name, target.cut) for target in scale] == [
+        (f"{ATTENTION}.q_proj.weight_scale", q.cut),
+        (f"{ATTENTION}.k_proj.weight_scale", k.cut),
+    ]
+    # k has no bias: a tensor that goes to one of its places only goes nowhere
+    assert mapper.targets("layers.0.self_attn.qk_proj.bias") == ()
+
+
+def test_what_shares_a_parameter_is_no_layer() -> None:
+    mapper = WeightMapper(MODULES, base_prefix="model", convert=_fused_on_disk)
+    assert mapper.targets("model.norm_1.weight")[0].join == Join(1, 2)
+    assert mapper.layers_of("model.norm_1") == ()
+
+
+def test_what_goes_with_an_expert_takes_its_way() -> None:
+    def convert(name: str) -> Conversion:
+        if name.endswith("experts.3.up_proj.weight"):
+            end = Converted("model.layers.0.mlp.experts.gate_up_proj", piece=Piece(3, 1, 2))
+            return Conversion((end,), steps=("merged",))
+        return Conversion.unchanged(name)
+
+    mapper = WeightMapper(MODULES, base_prefix="model", convert=convert)
+    experts = "model.layers.0.mlp.experts"
+    for leaf in ("input_scale", "weight_scale_inv", "weight.absmax"):
+        found = mapper.target(f"{experts}.3.up_proj.{leaf}")
+        assert found == Target(experts, f"gate_up_proj.{leaf}", piece=Piece(3, 1, 2))
+    assert mapper.explain(f"{experts}.3.up_proj.input_scale") == (
+        f"{experts}.3.up_proj.input_scale: goes with {experts}.3.up_proj.weight; merged; "
+        f"-> {experts}.gate_up_proj.input_scale[expert 3, part 1]"
+    )
+    assert mapper.find(f"{experts}.4.up_proj.input_scale") is None
+    assert mapper.find(f"{experts}.3.up_proj.bias") is None
+    assert mapper.target(f"{experts}.down_proj_scale_inv").leaf == "down_proj_scale_inv"
+
+
+def test_rules_of_the_author_come_first() -> None:
+    rules = NameRules(
+        regex={r"^skip\.": None},
+        stacked={"self_attn.qk_proj": ("self_attn.q_proj", "self_attn.k_proj")},
+        prefix={"transformer.h.": "model.layers."},
+    )
+    modules = {**MODULES, f"{ATTENTION}.qk_proj": frozenset({"weight"})}
+    mapper = WeightMapper(modules, rules=rules)
+    name = "transformer.h.0.self_attn.k_proj.weight"
+    assert mapper.target(name) == Target(f"{ATTENTION}.qk_proj", "weight", 1)
+    assert mapper.target(name + "_scale") == Target(f"{ATTENTION}.qk_proj", "weight_scale", 1)
+    assert mapper.route(name).steps == rules.apply(name).steps
+    assert mapper.why_dropped("skip.norm.weight") == "left out by a rule of the model"
+    assert mapper.find("skip.norm.weight") is None
+    assert "regex `^skip\\.` -> dropped" in mapper.explain("skip.norm.weight")
+
+
+def test_names_that_were_right_already_stay() -> None:
+    """A rename that leads out of the model is not meant for this name."""
+    rules = NameRules(substring={"mlp": "feed_forward"})
+    mapper = WeightMapper(MODULES, base_prefix="model", rules=rules)
+    assert mapper.target("layers.0.mlp.gate_proj.weight").module == "model.layers.0.mlp.gate_proj"
+
+
+def test_reasons_to_leave_out() -> None:
+    mapper = WeightMapper(MODULES, may_ignore={r"^layers\.1\.": "prediction layer"})
+    assert mapper.why_dropped("layers.1.eh_proj.weight") == "prediction layer"
+    route = mapper.route("layers.1.eh_proj.weight")
+    assert (route.targets, route.reason, route.is_dropped) == ((), "prediction layer", True)
+    assert not mapper.route("layers.2.eh_proj.weight").is_dropped
