@@ -7,8 +7,9 @@ told in checkpoint names. A model that cannot be built or probed is no error: th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from quantload.errors import ModelError
-from quantload.layers.short_process import run_apart
+from quantload.layers.short_process import begin_apart
 from quantload.mappers.facts import (
     Kind,
     ModelFacts,
@@ -27,8 +28,31 @@ from quantload.mappers.facts import (
 
 if TYPE_CHECKING:
     from quantload.layers.meta_model import TransformersModel
+    from quantload.mappers.mapper import WeightMapper
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What the model of a checkpoint shows, in checkpoint names.
+
+    Args:
+        kinds: Kind of each module that owns a weight.
+        placed: Every module with a tensor that has its place in the model.
+        groups: Linear layers that read the same input.
+        tied: See `ModelFacts`.
+        aliases: See `ModelFacts`.
+        failure: Why the model could not be run; "" if it ran.
+    """
+
+    kinds: dict[str, Kind]
+    placed: frozenset[str]
+    groups: list[tuple[str, ...]]
+    tied: dict[str, str]
+    aliases: dict[str, tuple[str, ...]]
+    failure: str
 
 
 def probe_facts(
@@ -46,80 +70,109 @@ def probe_facts(
         folder: Folder of the checkpoint.
         parameters: Names of what it holds, as a checkpoint in full precision names it.
         trust_remote_code: Run model code that comes with the checkpoint.
-        meanwhile: See `run_apart`.
+        meanwhile: What will be needed later, such as an import; is done beside the probe.
     """
     names = list(parameters)
-    return run_apart(
-        lambda: _probe(config, folder, names, trust_remote_code=trust_remote_code),
-        meanwhile=meanwhile,
+    missing = missing_layers(config, names)
+    seen = (
+        (lambda: missing)
+        if missing
+        else begin_apart(lambda: _probe(config, folder, names, trust_remote_code=trust_remote_code))
     )
+    by_name = facts_from_names(_weight_modules(names), tied_head=_ties_head(config))
+    if meanwhile is not None:
+        meanwhile()
+    return _joined(by_name, seen())
 
 
 def _probe(
     config: Mapping[str, Any], folder: Path, names: list[str], *, trust_remote_code: bool
-) -> ModelFacts:
+) -> _Seen | str:
+    """Return what the model shows, or why there is none."""
     from quantload.layers.meta_model import build_on_meta  # transformers takes seconds to import
+    from quantload.layers.siblings import find_siblings
+    from quantload.layers.surgery import mapper_of
 
-    by_name = facts_from_names(_weight_modules(names), tied_head=_ties_head(config))
-    if missing_layers(config, names):
-        return replace(by_name, origin=f"name table ({missing_layers(config, names)})")
     try:
         model = build_on_meta(
             config, folder, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
         )
     except ModelError as error:
-        return replace(by_name, origin=f"name table ({error.message})")
-    return _facts(model, names, by_name)
-
-
-def _facts(model: TransformersModel, names: list[str], by_name: ModelFacts) -> ModelFacts:
-    from quantload.layers.siblings import find_siblings
-    from quantload.layers.surgery import mapper_of
-
+        return error.message
     siblings = find_siblings(model)
-    mapper = mapper_of(model)
     in_checkpoint: dict[str, str] = {}  # model path -> checkpoint name
     held: dict[str, str] = {}  # the same of modules with a weight of their own
-    for name in names:
-        found = mapper.modules_of(name)
-        if found is None:
-            continue
-        in_checkpoint.setdefault(found[1], found[0])
+    for name, module, path in _places(mapper_of(model), model, names):
+        in_checkpoint.setdefault(path, module)
         if _is_weight(name):
-            held[found[1]] = found[0]
-    kinds = _kinds(model, in_checkpoint, by_name)
-    groups = [
-        tuple(in_checkpoint[path] for path in group)
-        for group in siblings.groups
-        if all(path in in_checkpoint for path in group)
-    ]
-    grouped = {name for group in groups for name in group}
+            held[path] = module
+    return _Seen(
+        kinds=_kinds(model, in_checkpoint),
+        placed=frozenset(in_checkpoint.values()),
+        groups=[
+            tuple(in_checkpoint[path] for path in group)
+            for group in siblings.groups
+            if all(path in in_checkpoint for path in group)
+        ],
+        tied=_tied(model, held),
+        aliases={name: (path,) for path, name in in_checkpoint.items() if path != name},
+        failure=siblings.failure,
+    )
+
+
+def _places(
+    mapper: WeightMapper, model: TransformersModel, names: Iterable[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, module in the checkpoint, module in the model) of tensors with such a module.
+
+    Where the model keeps all experts in one parameter, no single expert has a module: one that has
+    none then stands for its like, since a checkpoint may have a hundred thousand of them.
+    """
+    has_modules = any(_EXPERT.search(path) for path, _ in model.named_modules())
+    nowhere: set[str] = set()
+    for name in names:
+        kind = _EXPERT.sub(".experts.", name, count=1) if ".experts." in name else name
+        if kind in nowhere:
+            continue
+        found = mapper.modules_of(name)
+        if found is not None:
+            yield (name, *found)
+        elif kind != name and not has_modules:
+            nowhere.add(kind)
+
+
+def _joined(by_name: ModelFacts, seen: _Seen | str) -> ModelFacts:
+    """Join what names say with what a model shows, or with the reason why there is none."""
+    if isinstance(seen, str):
+        return replace(by_name, origin=f"name table ({seen})")
+    kinds = seen.kinds | {m: kind for m, kind in by_name.kinds.items() if m not in seen.placed}
+    grouped = {name for group in seen.groups for name in group}
     # experts that the model keeps in one tensor, layers that it does not have (prediction heads)
-    unseen = set(by_name.kinds) - set(in_checkpoint.values())
-    groups += [g for g in by_name.groups if unseen.issuperset(g) and not grouped.intersection(g)]
-    failure = siblings.failure
+    unseen = by_name.kinds.keys() - seen.placed
+    groups = [
+        *seen.groups,
+        *(g for g in by_name.groups if unseen.issuperset(g) and grouped.isdisjoint(g)),
+    ]
+    failure = seen.failure
     return ModelFacts(
         kinds=kinds,
         groups=with_expert_groups(groups, kinds),
-        tied=_tied(model, held),
-        aliases={name: (path,) for path, name in in_checkpoint.items() if path != name},
+        tied=seen.tied,
+        aliases=seen.aliases,
         origin=f"name table (the probe failed: {failure})" if failure else "model probe",
     )
 
 
-def _kinds(
-    model: TransformersModel, in_checkpoint: Mapping[str, str], by_name: ModelFacts
-) -> dict[str, Kind]:
+def _kinds(model: TransformersModel, in_checkpoint: Mapping[str, str]) -> dict[str, Kind]:
     from quantload.layers.meta_model import output_head
 
     head = output_head(model)
-    kinds = {
-        name: _kind_of(module, is_head=module is head)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {
+        name: _kind_of(modules[path], is_head=modules[path] is head)
         for path, name in in_checkpoint.items()
-        if isinstance(getattr(module := model.get_submodule(path), "weight", None), torch.Tensor)
+        if isinstance(getattr(modules[path], "weight", None), torch.Tensor)
     }
-    placed = set(in_checkpoint.values())
-    return kinds | {name: kind for name, kind in by_name.kinds.items() if name not in placed}
 
 
 def _kind_of(module: nn.Module, *, is_head: bool) -> Kind:

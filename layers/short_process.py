@@ -22,9 +22,7 @@ _log = logging.getLogger("quantload")
 _HEAVY = "transformers.modeling_utils"
 
 
-def run_apart(
-    function: Callable[[], Result], *, meanwhile: Callable[[], None] | None = None
-) -> Result:
+def run_apart(function: Callable[[], Result]) -> Result:
     """Return what a function returns, computed in a copy of this process where that is safe.
 
     It is safe, and of use, while this is the only thread, CUDA is not in use, and transformers'
@@ -32,31 +30,40 @@ def run_apart(
 
     Args:
         function: Takes nothing and changes nothing; its result can be pickled.
-        meanwhile: What this process will need later, such as an import; is done while the copy
-            works, and not at all if there is none.
+    """
+    return begin_apart(function)()
+
+
+def begin_apart(function: Callable[[], Result]) -> Callable[[], Result]:
+    """Start what `run_apart` does; what is returned waits for the result, and is called once.
+
+    Between the two this process does what needs no result; where the function runs here, it runs
+    when it is waited for.
     """
     if not _is_safe():
-        return function()
+        return function
     receiving, sending = os.pipe()
     try:
         child = _fork()
     except OSError:  # no memory for a copy, no more processes
         os.close(receiving)
         os.close(sending)
-        return function()
+        return function
     if not child:
         _answer(function, sending)
     os.close(sending)
-    if meanwhile is not None:
-        meanwhile()
-    with os.fdopen(receiving, "rb") as pipe:
-        answer = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if status or not answer:
-        _log.debug("the copy of this process failed: status %d", status)
-        return function()
-    result: Result = pickle.loads(answer)  # noqa: S301 - from our own copy
-    return result
+
+    def wait() -> Result:
+        with os.fdopen(receiving, "rb") as pipe:
+            answer = pipe.read()
+        _, status = os.waitpid(child, 0)
+        if status or not answer:
+            _log.debug("the copy of this process failed: status %d", status)
+            return function()
+        result: Result = pickle.loads(answer)  # noqa: S301 - from our own copy
+        return result
+
+    return wait
 
 
 def _is_safe() -> bool:

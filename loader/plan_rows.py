@@ -68,7 +68,9 @@ def _refuse_search(module: str, scheme: Scheme) -> None:
 
 
 def _source_bytes(weight: SourceWeight, source: Source) -> int:
-    total = sum(source.checkpoint.tensors[name].num_bytes for name in weight.leaves.values())
+    total = 0
+    for name in weight.leaves.values():
+        total += source.checkpoint.tensors[name].num_bytes
     return total // weight.sharers
 
 

@@ -160,7 +160,10 @@ class _Entries:
 def _are_counts(value: Any) -> bool:  # noqa: ANN401 - JSON
     if type(value) is not list:
         return False
-    return all(type(number) is int and 0 <= number < _LARGEST for number in value)
+    for number in value:  # noqa: SIM110 - a generator takes twice the time, 200,000 times
+        if type(number) is not int or not 0 <= number < _LARGEST:
+            return False
+    return True
 
 
 def _entry(name: str, info: Any, file: Path, data_start: int) -> TensorEntry:  # noqa: ANN401 - JSON

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -211,6 +212,7 @@ class Source:
         return self.checkpoint.read(tensor_name)
 
 
+@cache
 def is_of_input(leaf: str) -> bool:
     """True if a leaf of a module is about the fixed scale of its input."""
     return leaf.endswith(tuple(_INPUT_LEAVES))

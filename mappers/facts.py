@@ -46,6 +46,7 @@ _STACKED_NAMES = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
+_STACKED_BY_FIRST = {names[0]: names for names in _STACKED_NAMES}
 _TOKEN_EMBEDDINGS = {
     "embed_tokens",
     "embed_in",
@@ -90,14 +91,14 @@ def facts_from_names(modules: Iterable[str], *, tied_head: bool) -> ModelFacts:
 
 def groups_from_names(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     """Return the fused groups that the usual names of siblings suggest, where all members exist."""
-    names = set(modules)
+    names = {name: name for name in modules}
     groups = []
-    for name in sorted(names):
+    for name in sorted(name for name in names if _last(name) in _STACKED_BY_FIRST):
         parent, _, last = name.rpartition(".")
-        for stacked in _STACKED_NAMES:
-            members = tuple(f"{parent}.{part}" if parent else part for part in stacked)
-            if last == stacked[0] and names.issuperset(members):
-                groups.append(members)
+        spelled = (f"{parent}.{part}" if parent else part for part in _STACKED_BY_FIRST[last])
+        members = [names.get(member) for member in spelled]  # not a second text for each name
+        if None not in members:
+            groups.append(tuple(member for member in members if member is not None))
     return tuple(groups)
 
 
@@ -157,7 +158,9 @@ def with_expert_groups(
     """
     known = tuple(groups)
     grouped = {name for group in known for name in group}
-    pairs = groups_from_names(name for name in modules if _EXPERT.fullmatch(name))
+    pairs = groups_from_names(
+        name for name in modules if "experts." in name and _EXPERT.fullmatch(name)
+    )
     return (*known, *(pair for pair in pairs if not grouped.intersection(pair)))
 
 
@@ -169,7 +172,7 @@ def expert_blocks(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     """
     blocks: dict[str, list[str]] = {}
     for name in modules:
-        match = _EXPERT.fullmatch(name)
+        match = _EXPERT.fullmatch(name) if "experts." in name else None
         if match:
             blocks.setdefault(match["block"], []).append(name)
     return tuple(tuple(members) for members in blocks.values())

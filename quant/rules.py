@@ -213,6 +213,7 @@ def resolve(config: QuantConfig, modules: Mapping[str, Sequence[str]]) -> Resolu
     matched: set[int] = set()
     deciding: set[int] = set()
     decisions = {}
+    of_default = Decision(config.default)  # one for all, of which there may be 100,000
     for module, names in modules.items():
         best: tuple[int, int] | None = None
         for index, rule in enumerate(config.rules):
@@ -221,7 +222,7 @@ def resolve(config: QuantConfig, modules: Mapping[str, Sequence[str]]) -> Resolu
                 matched.add(index)
                 best = max(best or (-1, -1), (max(counts), index))
         if best is None:
-            decisions[module] = Decision(config.default)
+            decisions[module] = of_default
             continue
         deciding.add(best[1])
         rule = config.rules[best[1]]

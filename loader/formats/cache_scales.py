@@ -28,6 +28,13 @@ _SPELLED = re.compile(
     r"|(?P<cache>[kv])_cache\.(?P<cached>scale|zero_point))"
 )
 
+# How the names begin to match from their end; asked first, since most names are others.
+_SPELLED_ENDS = tuple(
+    f"{which}{kind}"
+    for which in ("q_", "k_", "v_", "output_", "_cache.")
+    for kind in ("scale", "zero_point")
+)
+_PROJECTION_ENDS = ("k_proj", "v_proj", "qkv_proj")
 _CACHE_LEAF = re.compile(r"[qkv]_(?:scale|zero_point)")
 _PROJECTION = re.compile(r"(?P<attention>.+)\.(?:k_proj|v_proj|qkv_proj)")
 _PARTNERS = {"k_scale": "v_scale", "v_scale": "k_scale"}
@@ -36,7 +43,7 @@ _NUMBER = re.compile(r"\d+")
 
 def usual_cache_name(name: str) -> str | None:
     """Return the usual name of a cache scale stored under another name; None for all others."""
-    match = _SPELLED.fullmatch(name)
+    match = _SPELLED.fullmatch(name) if name.endswith(_SPELLED_ENDS) else None
     if match is None:
         return None
     which = match["plain"] or match["projection"] or match["cache"]
@@ -64,9 +71,9 @@ def about_cache_scales(checkpoint: Checkpoint, scheme: Mapping[str, Any] | None)
     leaves: dict[str, set[str]] = {}  # of each attention module that caches
     for name in checkpoint.tensors:
         parent, _, leaf = name.rpartition(".")
-        if _CACHE_LEAF.fullmatch(leaf):
+        if leaf[1:2] == "_" and _CACHE_LEAF.fullmatch(leaf):
             leaves.setdefault(parent, set()).add(leaf)
-        elif (match := _PROJECTION.fullmatch(parent)) is not None:
+        elif parent.endswith(_PROJECTION_ENDS) and (match := _PROJECTION.fullmatch(parent)):
             leaves.setdefault(match["attention"], set())
     alike: dict[str, set[str]] = {}
     for module, found in leaves.items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ _QUANTIZED_LEAF = re.compile(
     r"qzeros|scales|g_idx|SCB|W_q|_\w+_qdata|(nested_)?absmax|(nested_)?quant_map|quant_state\.\w+|weight_format|"
     r"weight\.(_data(\._data)?|_scale|_shift)|\w+_blocks|\w+_scales)$"
 )
+# Last components of those of them that have several.
+_OF_SEVERAL = ("_data", "_scale", "_shift")
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
@@ -40,10 +43,18 @@ class OnlyWeight(Mapping[str, str]):
         return self._name
 
     def __iter__(self) -> Iterator[str]:
-        yield "weight"
+        return iter(("weight",))
 
     def __len__(self) -> int:
         return 1
+
+    def values(self) -> ValuesView[str]:
+        """Return the name; what Mapping makes of it takes several times as long."""
+        return {"weight": self._name}.values()
+
+    def items(self) -> ItemsView[str, str]:
+        """Return the leaf and the name."""
+        return {"weight": self._name}.items()
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -70,7 +81,7 @@ def quantized_names(entries: Iterable[TensorEntry]) -> list[str]:
     return [
         entry.name
         for entry in entries
-        if _QUANTIZED_LEAF.search(entry.name)
+        if _is_of_quantized(entry.name)
         or entry.dtype in _FLOAT8
         or (
             entry.name.endswith(".weight")
@@ -78,6 +89,18 @@ def quantized_names(entries: Iterable[TensorEntry]) -> list[str]:
             and entry.dtype not in FLOAT_DTYPES
         )
     ]
+
+
+def _is_of_quantized(name: str) -> bool:
+    parent, dot, last = name.rpartition(".")
+    if last in _OF_SEVERAL or parent.endswith("quant_state"):
+        return _QUANTIZED_LEAF.search(name) is not None
+    return bool(dot) and _is_quantized_leaf(last)
+
+
+@lru_cache(maxsize=4096)  # a checkpoint has few leaves and up to hundreds of thousands of tensors
+def _is_quantized_leaf(leaf: str) -> bool:
+    return _QUANTIZED_LEAF.search(f".{leaf}") is not None
 
 
 class DenseReader(Reader):

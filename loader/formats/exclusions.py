@@ -20,7 +20,7 @@ Source: `should_convert_module` of transformers 5.24.0, `is_layer_skipped` of vL
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quantload.errors import FormatMismatch
@@ -55,6 +55,8 @@ class Exclusions:
     _plain: Mapping[str, str] = field(init=False, repr=False)
     _lengths: tuple[int, ...] = field(init=False, repr=False)
     _patterns: tuple[tuple[str, re.Pattern[str] | None], ...] = field(init=False, repr=False)
+    _last_components: frozenset[str] = field(init=False, repr=False)
+    _near: _Near = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         plain = {entry.strip("."): entry for entry in self.entries if _PLAIN.fullmatch(entry)}
@@ -63,6 +65,9 @@ class Exclusions:
         object.__setattr__(self, "_plain", plain)
         object.__setattr__(self, "_lengths", tuple(sorted({len(entry) for entry in plain})))
         object.__setattr__(self, "_patterns", tuple((e, self._compiled(e)) for e in others))
+        lasts = frozenset(entry.rpartition(".")[2] for entry in plain)
+        object.__setattr__(self, "_last_components", lasts)
+        object.__setattr__(self, "_near", _Near())
 
     def _compiled(self, entry: str) -> re.Pattern[str] | None:
         """Compile an entry as what it is; None for a glob."""
@@ -79,26 +84,70 @@ class Exclusions:
 
     def entry_for(self, module: str) -> str:
         """Return the entry that leaves a module out, as "key: entry"; "" if there is none."""
-        for entry in self._matches(module):
-            return f"{self.entries[entry]}: {entry}"
+        for name in _own_names(module):
+            entry = self._at_end(name) or self._at_start(name)
+            if entry is not None:
+                return f"{self.entries[entry]}: {entry}"
         return ""
 
-    def _matches(self, module: str) -> Iterator[str]:
-        for name in _own_names(module):
-            for length in self._lengths:
-                # Text at the end of a name counts for transformers without regard to components.
-                if length <= len(name) and name[-length:] in self._plain:
-                    yield self._plain[name[-length:]]
-            for spelled in names_of(name):
-                yield from self._matches_start(spelled)
+    def _at_end(self, name: str) -> str | None:
+        for length in self._lengths:
+            # Text at the end of a name counts for transformers without regard to components.
+            if length <= len(name) and name[-length:] in self._plain:
+                return self._plain[name[-length:]]
+        return None
 
-    def _matches_start(self, name: str) -> Iterator[str]:
+    def _at_start(self, name: str) -> str | None:
+        """Return the entry that matches the start of one of the names of a module."""
+        parent, dot, last = name.rpartition(".")
+        near = self._near
+        if parent != near.parent:
+            near.fill(parent, self._starts(parent))
+        if near.is_in_stack and not self._patterns and last not in self._last_components:
+            return near.entry  # no entry is one of the whole names
+        spelled = near.found if near.is_in_stack else self._starts(name)
+        for start, entry in spelled:
+            whole = f"{start}{dot}{last}" if near.is_in_stack else start
+            entry = entry or self._plain.get(whole)
+            if entry is not None:
+                return entry
+            for pattern_entry, pattern in self._patterns:
+                if _is_match(pattern_entry, pattern, whole):
+                    return pattern_entry
+        return None
+
+    def _starts(self, name: str) -> list[tuple[str, str | None]]:
+        """Return every name of a module, with the plain entry that is its first components."""
+        return [(spelled, self._start_of(spelled)) for spelled in names_of(name)]
+
+    def _start_of(self, name: str) -> str | None:
         for length in self._lengths:
             if name[length : length + 1] in (".", "") and name[:length] in self._plain:
-                yield self._plain[name[:length]]
-        for entry, pattern in self._patterns:
-            if _is_match(entry, pattern, name):
-                yield entry
+                return self._plain[name[:length]]
+        return None
+
+
+@dataclass(slots=True)
+class _Near:
+    """What was found for the parent of the last module, which most modules share with the next.
+
+    Args:
+        parent: Its name; None before the first.
+        found: Every name of it, with the plain entry that is its first components.
+        entry: The first such entry.
+        is_in_stack: True if the names of a module are those of its parent, and its last component.
+    """
+
+    parent: str | None = None
+    found: Sequence[tuple[str, str | None]] = ()
+    entry: str | None = None
+    is_in_stack: bool = False
+
+    def fill(self, parent: str, found: Sequence[tuple[str, str | None]]) -> None:
+        """Take another parent."""
+        self.parent, self.found = parent, found
+        self.entry = next((entry for _, entry in found if entry is not None), None)
+        self.is_in_stack = len(found) > 1
 
 
 def matches_excluded(entry: str) -> Callable[[str], object]:

@@ -25,6 +25,8 @@ Microscaling Formats 1.0 for e8m0.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -99,6 +101,7 @@ def float8_weight(
     )
 
 
+@lru_cache(maxsize=4096)  # a checkpoint has few shapes
 def float8_scheme(
     shape: tuple[int, int],
     scale: tuple[int, ...],

@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from quantload.errors import FormatMismatch, UnsupportedVariant, listed
@@ -33,7 +34,7 @@ from quantload.loader.checkpoint import Checkpoint
 from quantload.loader.formats.exclusions import Exclusions
 from quantload.loader.formats.float8 import Block
 from quantload.quant.grid import E4M3, E5M2, Grid
-from quantload.quant.scheme import InputScheme
+from quantload.quant.scheme import InputScheme, ScaleKind
 
 DEFAULT_BLOCK: Block = (128, 128)
 _LISTS = ("ignored_layers", "modules_to_not_convert")
@@ -86,15 +87,8 @@ class Fp8Config:
         if self.is_weight_only:
             return None
         if self.is_static:
-            return InputScheme(grid=E4M3, granularity="tensor", dynamic=False)
-        if block is None:
-            return InputScheme(grid=E4M3, granularity="token")
-        return InputScheme(
-            grid=E4M3,
-            granularity="group",
-            group_size=block[1],
-            scale="e8m0" if self.exponents_only else "float",
-        )
+            return _STATIC_INPUT
+        return _TOKEN_INPUT if block is None else _group_input(block[1], self.exponents_only)
 
     def excluded_by(self, module: str) -> str:
         """Return the entry that leaves a module in full precision, "" if none does."""
@@ -106,6 +100,16 @@ class Fp8Config:
     def entries(self) -> list[str]:
         """Return the entries of the lists of modules in full precision, as "<list>: <entry>"."""
         return [f"{key}: {entry}" for entry, key in self.exclusions.entries.items()]
+
+
+_STATIC_INPUT = InputScheme(grid=E4M3, granularity="tensor", dynamic=False)
+_TOKEN_INPUT = InputScheme(grid=E4M3, granularity="token")
+
+
+@cache
+def _group_input(columns: int, exponents_only: bool) -> InputScheme:
+    scale: ScaleKind = "e8m0" if exponents_only else "float"
+    return InputScheme(grid=E4M3, granularity="group", group_size=columns, scale=scale)
 
 
 def parse_config(checkpoint: Checkpoint) -> Fp8Config:

@@ -15,7 +15,7 @@ from quantload.loader.source import SourceWeight
 _INPUT_SCALES = {"input_scale", "activation_scale", "input_global_scale", "expert_input_scale"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ModuleLeaves:
     """The tensors of one module.
 
@@ -108,6 +108,11 @@ def by_module(checkpoint: Checkpoint, leaves: Collection[str]) -> dict[str, Modu
     most_dots = max((leaf.count(".") for leaf in known), default=0)
     found: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in checkpoint.tensors.items():
+        if not most_dots:  # as nearly all formats have it
+            module, dot, leaf = name.rpartition(".")
+            if dot and leaf in known:
+                found.setdefault(module, {})[leaf] = entry
+            continue
         parts = name.split(".")
         for count in range(min(most_dots + 1, len(parts) - 1), 0, -1):
             leaf = ".".join(parts[-count:])
