@@ -20,6 +20,7 @@ from quantload.accuracy.weight_comparer import WeightComparer, difference
 from quantload.errors import QuantloadError, listed
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.experts import apart_as_in
+from quantload.loader.joined_experts import as_stored
 from quantload.loader.model_dtype import config_dtype
 from quantload.loader.peak_memory import beside_tasks
 from quantload.loader.plan import Plan
@@ -118,6 +119,7 @@ def verify_sources(
         resources: Memory and threads.
     """
     resources = resources or Resources()
+    output = as_stored(output)
     source = apart_as_in(source, output)
     tied = facts_from_names(source.weights, tied_head=True).tied  # of a head that was untied
     origin = {module: tied.get(module, module) for module in output.weights}

@@ -6,7 +6,7 @@ decided in `loader/open.py`; a checkpoint only knows the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -63,6 +63,26 @@ class TensorEntry:
         return self.loaded is None and not self.block_type and not self.interleaved_heads
 
 
+@dataclass(frozen=True, slots=True)
+class MadeEntry(TensorEntry):
+    """A tensor that lies in the files in pieces, or as a piece of others.
+
+    Args:
+        parts: The tensors that it is made from; `file` and `start` are those of the first.
+        make: Returns its elements from those of the parts, in their order.
+    """
+
+    parts: tuple[TensorEntry, ...] = ()
+    make: Callable[[Sequence[Tensor]], Tensor] = field(
+        default=lambda parts: parts[0], repr=False, compare=False
+    )
+
+    @property
+    def is_contiguous(self) -> bool:
+        """False: the elements do not lie one after the other."""
+        return False
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An open checkpoint.
@@ -116,6 +136,8 @@ class Checkpoint:
 
 def read_entry(entry: TensorEntry) -> Tensor:
     """Read the bytes of one tensor; see `Checkpoint.read`."""
+    if isinstance(entry, MadeEntry):
+        return entry.make([read_entry(part) for part in entry.parts]).reshape(entry.shape)
     if entry.loaded is not None:
         return entry.loaded.clone(memory_format=torch.contiguous_format)
     raw = torch.empty(entry.num_bytes, dtype=torch.uint8)

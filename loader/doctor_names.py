@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quantload.loader.doctor_subject import Finding, Subject
+from quantload.loader.joined_experts import JoinedReader
 
 
 def tensors_have_places(subject: Subject) -> Iterator[Finding]:
@@ -77,7 +78,26 @@ def weights_are_called_weight(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def experts_are_in_one_parameter(subject: Subject) -> Iterator[Finding]:
+    """Single experts that quantload joins are read by no engine: it stops, or leaves them out."""
+    reader = subject.source.reader
+    if not isinstance(reader, JoinedReader):
+        return
+    for parameter, modules in reader.modules_of.items():
+        yield Finding(
+            rule="experts",
+            level="error",
+            layer=parameter,
+            found=f"{len(modules)} modules such as `{modules[0]}`",
+            expected=f"all experts in tensors of `{parameter}`",
+            hint="serve the checkpoint that this one was made from, or dequantize it: "
+            "`convert --scheme dense`",
+            source=subject.source_of("experts"),
+        )
+
+
 RULES = (
+    experts_are_in_one_parameter,
     tensors_have_places,
     parameters_are_filled,
     names_are_whole,

@@ -115,6 +115,7 @@ SGLANG = Engine(
         "config-field": "srt/models/registry.py",
         "container": "srt/model_loader/loader.py",
         "dtype": "srt/configs/model_config.py",
+        "experts": "srt/models/gpt_oss.py",
         "files": "srt/model_loader/weight_utils.py",
         "fused-scale": f"{_SGLANG}/compressed_tensors/schemes",
         "fused-scheme": f"{_SGLANG}/compressed_tensors/utils.py",

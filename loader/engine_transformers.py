@@ -50,6 +50,7 @@ TRANSFORMERS = Engine(
     sources={
         "config-field": "models/auto/configuration_auto.py",
         "container": "modeling_gguf_pytorch_utils.py",
+        "experts": "models/gpt_oss/modeling_gpt_oss.py",
         "head-tied": "modeling_utils.py",
         "missing": "modeling_utils.py",
         "parallel": "integrations/tensor_parallel.py",

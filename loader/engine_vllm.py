@@ -201,6 +201,7 @@ VLLM = Engine(
         "config-field": "config/model.py",
         "container": "model_executor/model_loader/default_loader.py",
         "dtype": "config/model.py",
+        "experts": "model_executor/models/gpt_oss.py",
         "files": "model_executor/model_loader/weight_utils.py",
         "fused-scale": f"{_VLLM}/compressed_tensors/schemes",
         "fused-scheme": f"{_VLLM}/utils/quant_utils.py",

@@ -8,10 +8,14 @@ experts are cut out when they are decoded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from quantload.loader.checkpoint import TensorEntry
+from torch import Tensor
+
+from quantload.loader.checkpoint import MadeEntry, TensorEntry
+from quantload.loader.joined_experts import JoinedReader
 from quantload.loader.safetensors_header import NAMES
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 from quantload.loader.source_view import (
@@ -19,9 +23,16 @@ from quantload.loader.source_view import (
     SeenWeight,
     renamed_weight,
     rows_of,
+    slice_of,
     view_of,
 )
-from quantload.mappers.expert_layouts import ExpertLayout, layout_of, text_config, why_no_layout
+from quantload.mappers.expert_layouts import (
+    ExpertLayout,
+    layout_of,
+    text_config,
+    unserved_layout_of,
+    why_no_layout,
+)
 
 _BLOCK = "experts"
 
@@ -36,12 +47,14 @@ class Experts:
         parameter_of: The parameter that each such module is part of, by module.
         renamed: Names of other modules that changed, by their new name.
         kept: Why parameters of experts stay whole, by name.
+        unserved: Why no engine reads those that are modules now, by module; {} if some engine does.
     """
 
     source: Source
     parameter_of: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
+    unserved: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +74,25 @@ class _Parameter:
     weight: SourceWeight | None = None
 
 
-def split_experts(source: Source) -> Experts:
-    """Return a checkpoint with each of its experts as a module of its own."""
+def split_experts(source: Source, *, unserved: bool = False) -> Experts:
+    """Return a checkpoint with each of its experts as a module of its own.
+
+    Args:
+        source: An open checkpoint.
+        unserved: Also if no engine reads the result.
+    """
     found = list(_parameters(source))
     if not found:
         return Experts(source)
-    layout = layout_of(source.checkpoint.config)
+    config = source.checkpoint.config
+    layout, unread = layout_of(config), ""
+    if layout is None and unserved:
+        layout, unread = unserved_layout_of(config), why_no_layout(config)
+        if layout is not None and isinstance(source.reader, JoinedReader):
+            parameter_of = source.reader.parameter_of
+            return Experts(
+                source.reader.apart, parameter_of, unserved=dict.fromkeys(parameter_of, unread)
+            )
     if layout is None:
         reason = why_no_layout(source.checkpoint.config)
         return Experts(source, kept={parameter.name: reason for parameter in found})
@@ -79,14 +105,17 @@ def split_experts(source: Source) -> Experts:
         if p.name not in whole and p.name.rpartition(".")[0] in blocks
     }
     apart = [parameter for parameter in found if parameter.name not in whole]
-    return _split(source, apart, layout, hidden, whole) if apart else Experts(source, kept=whole)
+    if not apart:
+        return Experts(source, kept=whole)
+    split = _split(source, apart, layout, hidden, whole)
+    return replace(split, unserved=dict.fromkeys(split.parameter_of, unread)) if unread else split
 
 
 def apart_as_in(source: Source, output: Source) -> Source:
     """Return a checkpoint with its experts taken apart if those of `output` are."""
     if all(module in source.weights for module in output.weights):
         return source
-    experts = split_experts(source)
+    experts = split_experts(source, unserved=True)
     return experts.source if output.weights.keys() & experts.parameter_of.keys() else source
 
 
@@ -110,7 +139,8 @@ def _why_whole(parameter: _Parameter, layout: ExpertLayout, hidden: object, sour
     block, _, last = parameter.name.rpartition(".")
     if last not in layout.projections or not block.endswith(f".{_BLOCK}"):
         return f"not one of {', '.join(layout.projections)} of this architecture"
-    if f"{parameter.name}_bias" in source.plain:
+    bias = source.plain.get(f"{parameter.name}_bias")
+    if bias is not None and not layout.has_biases:
         return "its experts have biases, which no engine reads one by one"
     if _orientation(parameter, layout, hidden) is None:
         return (
@@ -120,6 +150,8 @@ def _why_whole(parameter: _Parameter, layout: ExpertLayout, hidden: object, sour
     rows = _matrix_shape(parameter, layout, hidden)[0]
     if rows % len(layout.projections[last]):
         return f"its {rows} rows are not those of {' and '.join(layout.projections[last])}"
+    if bias is not None and bias.shape != (parameter.shape[0], rows):
+        return f"its biases have shape `{bias.shape}`, expected `{(parameter.shape[0], rows)}`"
     return ""
 
 
@@ -157,6 +189,8 @@ def _split(
         parameter_of |= dict.fromkeys(pieces, parameter.name)
         if parameter.entry is not None and not _orientation(parameter, layout, hidden):
             replaced[parameter.name] = _entries(parameter.entry, pieces)
+        if (bias := source.plain.get(f"{parameter.name}_bias")) is not None:
+            replaced[bias.name] = _biases(bias, pieces)
     for name, entry in source.checkpoint.tensors.items():
         if name in replaced:
             tensors |= replaced[name]
@@ -201,6 +235,9 @@ def _pieces(parameter: _Parameter, layout: ExpertLayout, hidden: object) -> dict
         for number, projection in enumerate(projections):
             module = layout.renamed(f"{block}.{expert}.{projection}")
             piece = Piece(expert=expert, start=number * each, stop=(number + 1) * each)
+            if layout.alternates:
+                step = len(projections)
+                piece = Piece(expert=expert, start=number, stop=rows, step=step)
             if parameter.weight is not None:
                 weight = replace(
                     parameter.weight,
@@ -243,3 +280,27 @@ def _entries(entry: TensorEntry, pieces: Mapping[str, SeenWeight]) -> dict[str, 
         start += seen.weight.shape[0]
     assert start * entry.shape[-1] == math.prod(entry.shape), "the experts fill their parameter"
     return found
+
+
+def _biases(entry: TensorEntry, pieces: Mapping[str, SeenWeight]) -> dict[str, TensorEntry]:
+    """Return where the biases of single experts lie in a tensor [E, rows]."""
+    found: dict[str, TensorEntry] = {}
+    for module, seen in pieces.items():
+        piece, name = seen.piece, f"{module}.bias"
+        assert piece is not None, "biases are taken apart with weights that are"
+        rows = range(piece.start, piece.stop, piece.step)
+        found[name] = MadeEntry(
+            name=name,
+            dtype=entry.dtype,
+            shape=(len(rows),),
+            file=entry.file,
+            start=entry.start,
+            num_bytes=len(rows) * entry.dtype.itemsize,
+            parts=(slice_of(entry, piece.expert),),
+            make=partial(_cut, rows=rows),
+        )
+    return found
+
+
+def _cut(parts: Sequence[Tensor], rows: range) -> Tensor:
+    return parts[0].reshape(-1)[rows.start : rows.stop : rows.step].clone()

@@ -49,7 +49,8 @@ class Choices:
         of: By module.
         undecided: Rules that decide nothing.
         whole_experts: Why parameters of experts stay as they are, by name.
-        not_served: Those of which it is that no engine reads them one by one.
+        not_served: Those of which it is that no engine reads them one by one; and modules that are
+            taken apart nevertheless.
     """
 
     source: Source
@@ -66,7 +67,7 @@ def choose(source: Source, config: QuantConfig, facts: ModelFacts, options: Plan
     Raises:
         ConfigError: Rules do not fit the model; UnusedRule is a kind of it.
     """
-    experts = split_experts(source)
+    experts = split_experts(source, unserved=options.lossless)
     seen = _facts_of(experts, facts)
     chosen, undecided = _choose(experts, config, seen, options)
     if experts.parameter_of and not any(
@@ -79,7 +80,7 @@ def choose(source: Source, config: QuantConfig, facts: ModelFacts, options: Plan
         of=chosen,
         undecided=undecided,
         whole_experts=experts.kept,
-        not_served=experts.kept,
+        not_served={**experts.kept, **experts.unserved},
     )
 
 

@@ -81,7 +81,17 @@ def about_unfit_widths(rows: tuple[PlanRow, ...]) -> list[str]:
 def about_experts(
     config: QuantConfig, rows: tuple[PlanRow, ...], whole: Mapping[str, str]
 ) -> list[str]:
-    """Warn of experts that stay in full precision only because no engine reads them one by one."""
+    """Warn of experts that stay in full precision only because no engine reads them one by one.
+
+    And of those that a lossless conversion writes so nevertheless: `whole` has their modules.
+    """
+    apart = [row for row in rows if row.scheme is not None and whole.get(row.module)]
+    if apart:
+        return [
+            f"{counted(len(apart), 'module of experts is', 'modules of experts are')} written one "
+            "by one, as llm-compressor writes them; quantload reads that, but no serving engine: "
+            f"{whole[apart[0].module]}; serve the source as it is"
+        ]
     if config.default is None or config.default.weight is None:
         return []
     kept = [row for row in rows if row.scheme is None and whole.get(_parameter(row))]

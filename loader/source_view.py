@@ -13,11 +13,13 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from quantload.loader.checkpoint import Checkpoint, TensorEntry, read_entry
 from quantload.loader.source import Reader, Source, SourceWeight
 from quantload.quant.qtensor import QuantTensor
+from quantload.quant.stacking import take_rows
 
 _BYTES_TO_DECODE = 8  # of an element, while fields become codes
 
@@ -30,11 +32,13 @@ class Piece:
         expert: Which of the experts, from 0.
         start: First of its rows.
         stop: End of its rows.
+        step: From one of its rows to the next.
     """
 
     expert: int
     start: int
     stop: int
+    step: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,20 +113,21 @@ class ViewReader(Reader):
         if seen.original is None:
             assert seen.entry is not None, "a part is part of a weight or of a tensor"
             matrix = read_entry(slice_of(seen.entry, seen.piece.expert))[0].t()
-            return matrix[seen.piece.start : seen.piece.stop].contiguous()
+            return matrix[seen.piece.start : seen.piece.stop : seen.piece.step].contiguous()
         return self._decode_piece(seen.original, seen.piece)
 
     def _decode_piece(self, original: SourceWeight, piece: Piece) -> QuantTensor | Tensor:
         """Read one expert alone where its tensors are slices, else all of them once."""
         if self._reader.has_experts_apart:
             whole = self._decode_expert(original, piece.expert)
-            return _rows(whole, piece.start, piece.stop)
+            return _rows(whole, piece.start, piece.stop, piece.step)
         first = piece.expert * original.shape[0]
         with self._lock:  # threads that want other parts of it wait, instead of decoding it again
             if self._decoded is None or self._decoded[0] != original.module:
                 self._decoded = None  # frees it
                 self._decoded = original.module, self._reader.decode(original)
-            return _rows(self._decoded[1], first + piece.start, first + piece.stop)
+            whole = self._decoded[1]
+            return _rows(whole, first + piece.start, first + piece.stop, piece.step)
 
     def _decode_expert(self, original: SourceWeight, expert: int) -> QuantTensor | Tensor:
         reader = copy.copy(self._reader)
@@ -166,8 +171,12 @@ def rows_of(entry: TensorEntry, start: int, stop: int, *, name: str) -> TensorEn
     )
 
 
-def _rows(value: QuantTensor | Tensor, start: int, stop: int) -> QuantTensor | Tensor:
-    return value.rows(start, stop) if isinstance(value, QuantTensor) else value[start:stop]
+def _rows(value: QuantTensor | Tensor, start: int, stop: int, step: int) -> QuantTensor | Tensor:
+    if isinstance(value, Tensor):
+        return value[start:stop:step]
+    return (
+        value.rows(start, stop) if step == 1 else take_rows(value, torch.arange(start, stop, step))
+    )
 
 
 def renamed_weight(weight: SourceWeight, module: str, names: Mapping[str, str]) -> SourceWeight:

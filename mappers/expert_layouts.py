@@ -10,6 +10,10 @@ Serving engines and compressed-tensors read quantized experts one by one. The na
 original checkpoints: `WeightConverter`s of transformers 5.24.0 (`conversion_mapping.py`) form the
 parameter from them, and `ckpt_names` of vLLM 0.32.0 (`models/*`, `fused_moe/routed_experts.py`)
 reads them. Where an engine reads no quantized experts one by one, there is no row, but a reason.
+
+gpt-oss is one of these, but llm-compressor 0.14 writes its experts one by one (`modeling/moe/
+gpt_oss.py`): `UNSERVED` has that layout. Its rows alternate in the parameter: gate, up, gate, up.
+Lossless conversions write it, since compressed-tensors can hold gpt-oss in no other way.
 """
 
 from __future__ import annotations
@@ -33,12 +37,17 @@ class ExpertLayout:
         renames: Patterns and replacements that turn transformers' names of the block into those of
             original checkpoints.
         is_converted: True if transformers forms the parameter from single experts by itself.
+        alternates: True if rows of the projections alternate in the parameter, instead of following
+            each other; it then has input features first.
+        has_biases: True if `<parameter>_bias` [E, rows] holds biases in the same order.
     """
 
     projections: Mapping[str, tuple[str, ...]]
     orientation: Orientation = "output first"
     renames: tuple[tuple[str, str], ...] = field(default=())
     is_converted: bool = True
+    alternates: bool = False
+    has_biases: bool = False
 
     def renamed(self, name: str) -> str:
         """Return a name of transformers as original checkpoints have it."""
@@ -91,6 +100,16 @@ LAYOUTS: dict[str, ExpertLayout] = {
 }
 # Of configs without a text config of their own.
 _SAME_AS = {"llama4": "llama4_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+# What llm-compressor writes although no engine reads it.
+UNSERVED = {
+    "gpt_oss": ExpertLayout(
+        _GATE_UP_DOWN,
+        orientation="input first",
+        is_converted=False,
+        alternates=True,
+        has_biases=True,
+    ),
+}
 _NOT_SERVED = {
     "gpt_oss": "vLLM 0.32 leaves out the tensors of its single experts without a word",
     "dbrx": "vLLM 0.32 reads its experts only in one parameter",
@@ -109,13 +128,22 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def layout_of(config: Mapping[str, Any]) -> ExpertLayout | None:
     """Return how the architecture of a config keeps its experts; None if that is not known."""
-    kind = str(text_config(config).get("model_type", config.get("model_type")))
+    kind = _kind(config)
     return LAYOUTS.get(_SAME_AS.get(kind, kind))
+
+
+def unserved_layout_of(config: Mapping[str, Any]) -> ExpertLayout | None:
+    """Return the layout of single experts that no engine reads, but tools write; None without."""
+    return UNSERVED.get(_kind(config))
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    return str(text_config(config).get("model_type", config.get("model_type")))
 
 
 def why_no_layout(config: Mapping[str, Any]) -> str:
     """Say why the experts of an architecture stay in one parameter."""
-    kind = str(text_config(config).get("model_type", config.get("model_type")))
+    kind = _kind(config)
     return _NOT_SERVED.get(
         kind, f"no layout of single experts is known that an engine reads for `{kind}`"
     )

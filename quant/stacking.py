@@ -119,3 +119,24 @@ def _stacked_outer(members: Sequence[QuantTensor]) -> Tensor | None:
             for outer, member in zip(outers, members, strict=True)
         ]
     )
+
+
+def take_rows(tensor: QuantTensor, rows: Tensor) -> QuantTensor:
+    """Return rows of a weight in another order, or some of them, exactly.
+
+    Args:
+        tensor: [N, K]; scales that several rows share are repeated.
+        rows: [M] int64, the row that each row of the result is.
+
+    Returns:
+        [M, K], one scale for each row and group.
+    """
+    refined = tensor.refined((1, tensor.block[1]))
+    rows = rows.to(tensor.device)
+    parts: dict[str, Any] = {
+        name: part[rows]
+        for name, part in refined.tensors().items()
+        if name in ("codes", "scale", "zero", "offset")
+        or (name == "outer" and part.shape[0] == tensor.shape[0])
+    }
+    return replace(refined, **parts)

@@ -29,6 +29,7 @@ from quantload.loader.formats.mxfp4 import Mxfp4Reader
 from quantload.loader.formats.quanto import QuantoReader
 from quantload.loader.formats.quark import QuarkReader
 from quantload.loader.formats.torchao import TorchaoReader
+from quantload.loader.joined_experts import join_experts
 from quantload.loader.source import Reader, Source, SourceWeight
 from quantload.loader.stray_dtypes import warn_of_stray_dtypes
 
@@ -122,12 +123,14 @@ def open_source(checkpoint: Checkpoint) -> Source:
     reader.warnings += warn_of_stray_dtypes(tensors, weights)
     reader.warnings += about_cache_scales(reader.checkpoint, reader.cache_scheme)
     reader.warnings += _about_nothing_quantized(row, reader, weights)
-    return Source(
-        checkpoint=reader.checkpoint,
-        format_name=row.name,
-        reader=reader,
-        weights=weights,
-        plain={name: entry for name, entry in tensors.items() if name not in consumed},
+    return join_experts(
+        Source(
+            checkpoint=reader.checkpoint,
+            format_name=row.name,
+            reader=reader,
+            weights=weights,
+            plain={name: entry for name, entry in tensors.items() if name not in consumed},
+        )
     )
 
 

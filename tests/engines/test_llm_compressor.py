@@ -23,6 +23,8 @@ import torch
 from safetensors.torch import load_file
 from smollm2 import smollm2_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from truth import CHECKPOINTS
 
 from quantload import api
 from quantload.loader.plan import PlanOptions
@@ -48,6 +50,7 @@ OF_SMOLLM2 = [  # whose widths are no multiples of 128
 FIRST_INPUTS = tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
 INPUT_SCALES = (".input_scale", ".input_global_scale")
 MINUS_ZERO = 0x80  # of e4m3
+WEIGHTS = "model.safetensors"
 
 
 def save_llama(folder):
@@ -258,3 +261,39 @@ def test_oneshot_writes_the_same_bytes_for_a_real_model(smollm2, of_smollm2, tmp
     if stats:
         assert_same_input_scales(own, its)
     assert_same_bytes(without_input_scales(own), without_input_scales(its))
+
+
+def test_it_reads_single_experts_of_gpt_oss(tmp_path):
+    python = os.environ.get("QUANTLOAD_LLM_COMPRESSOR_PYTHON")
+    source = CHECKPOINTS / "transformers-quant-5.24.0" / "tiny-gpt-oss-mxfp4"
+    if not python or not source.is_dir():
+        pytest.skip("no llm-compressor, or no shared checkpoints")
+    apart = api.convert(source, tmp_path / "apart", "same", options=PlanOptions(lossless=True))
+    script = Path(__file__).parent / "llm_compressor_experts.py"
+    done = subprocess.run(
+        [python, str(script), str(apart.folder), str(tmp_path / "theirs.safetensors")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    made, stored = load_file(tmp_path / "theirs.safetensors"), load_file(source / WEIGHTS)
+    for layer in range(2):
+        block = f"model.layers.{layer}.mlp.experts"
+        whole = {
+            name: convert_moe_packed_tensors(
+                stored[f"{block}.{name}_blocks"], stored[f"{block}.{name}_scales"]
+            ).mT
+            for name in ("gate_up_proj", "down_proj")
+        }
+        for expert in range(4):
+            for name, parameter, rows in (
+                ("gate_proj", "gate_up_proj", slice(0, None, 2)),
+                ("up_proj", "gate_up_proj", slice(1, None, 2)),
+                ("down_proj", "down_proj", slice(None)),
+            ):
+                weight, bias = (made[f"{block}.{expert}.{name}.{x}"] for x in ("weight", "bias"))
+                assert torch.equal(weight.float(), whole[parameter][expert][rows].float())
+                assert torch.equal(bias, stored[f"{block}.{parameter}_bias"][expert][rows])
