@@ -20,6 +20,7 @@ S rows: T * k.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,9 +31,12 @@ from quantload.layers.experts_grouped import (
     ExpertLinear,
     GroupedChoice,
     Groups,
+    Rounding,
     choose_grouped,
+    round_once,
 )
 from quantload.layers.experts_layout import ExpertsLayout, Projection
+from quantload.quant.activation import fake_quantize_columns
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.region import WHOLE, Region
 from quantload.quant.scheme import DENSE, Scheme
@@ -84,6 +88,7 @@ class FusedExperts(nn.Module):
         self.activation = activation
         self.parallel, self.mode = parallel or Parallel(), mode
         self.choices: dict[str, GroupedChoice] = {}
+        self.round_down: Activation | None = None
         self.__dict__["original"] = original  # not registered: its parameters are ours
         for name, child in () if original is None else original.named_children():
             self.add_module(name, child)
@@ -151,6 +156,18 @@ class FusedExperts(nn.Module):
         """Return what other ranks hold alone."""
         return {key for key in self.awaits() if self.region(*key) is None}
 
+    @property
+    def _rounding(self) -> Rounding | None:
+        """What rounds the inputs of `down`, of which every rank holds some columns."""
+        if self.mode == "expert" or self.parallel.tp_size == 1:
+            return None
+        start, _ = self._range(self._inner)
+        return partial(
+            fake_quantize_columns,
+            columns=(start, self._inner),
+            exchange_max=self.parallel.all_reduce_max,
+        )
+
     # -- loading -------------------------------------------------------------------------------
 
     def receive(self, leaf: str, slot: int, value: QuantTensor | Tensor) -> None:
@@ -198,6 +215,7 @@ class FusedExperts(nn.Module):
             schemes=[self.schemes.get((projection.leaf, slot), DENSE) for slot in slots],
             dtype=self.dtype,
             prefix=f"{self.prefix}.{expert}.{projection.leaf}",
+            rounding=self._rounding if projection is self.layout.down else None,
         )
         linear.fill(values)
         self._packed[projection.leaf, expert] = linear
@@ -207,6 +225,8 @@ class FusedExperts(nn.Module):
         del device  # each expert was packed where its tensors are
         for projection in self.layout.projections:
             experts = [self._packed.pop((projection.leaf, expert)) for expert in self.experts]
+            if projection is self.layout.down:
+                self.round_down = round_once(experts)
             choice = choose_grouped(experts)
             self.choices[projection.leaf] = choice
             self.add_module(f"{projection.leaf}_experts", choice.gemm)
@@ -263,7 +283,10 @@ class FusedExperts(nn.Module):
     def _experts(self, rows: Tensor, groups: Groups) -> Tensor:
         """[S, H] result of each row's expert, before its weight."""
         rows = self._product(self.layout.up)(rows, groups)
-        rows = self._product(self.layout.down)(self.activation(rows), groups)
+        rows = self.activation(rows)
+        if self.round_down is not None:
+            rows = self.round_down(rows)
+        rows = self._product(self.layout.down)(rows, groups)
         post_norm = self.layout.post_norm
         return self.get_submodule(post_norm)(rows) if post_norm else rows
 

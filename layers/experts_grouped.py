@@ -11,16 +11,18 @@ Letters: E experts of this rank, S rows (tokens times experts of a token), N and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from quantload.layers.inputs import RoundedInput
 from quantload.layers.linear import DenseLinear, KernelReport, QuantLinear
 from quantload.quant.qtensor import QuantTensor
-from quantload.quant.scheme import Scheme
+from quantload.quant.scheme import InputScheme, Scheme
 from quantload.quant.stacking import why_not_stackable
 
 _ALIGNMENT = 16  # bytes: what torch wants of the rows of a grouped product
@@ -54,6 +56,18 @@ class Groups:
         return torch.searchsorted(self.ids, numbers, right=True).to(torch.int32)
 
 
+Rounding = Callable[..., Tensor]  # (x, scheme=...) -> x', looking at what other ranks hold
+
+
+class _Member(QuantLinear):
+    """One product of an expert, whose input may be a part of a row."""
+
+    rounding: Rounding | None = None
+
+    def _shared_rounding(self, input: InputScheme) -> Callable[[Tensor], Tensor] | None:
+        return None if self.rounding is None else partial(self.rounding, scheme=input)
+
+
 class ExpertLinear(nn.Module):
     """One weight of one expert: gate and up as one product where that is exact.
 
@@ -64,6 +78,7 @@ class ExpertLinear(nn.Module):
         schemes: Scheme of each part.
         dtype: dtype of x, bias and result.
         prefix: Dotted path, for messages.
+        rounding: Rounds an input whose other columns other ranks hold; None if there are none.
     """
 
     def __init__(
@@ -75,8 +90,10 @@ class ExpertLinear(nn.Module):
         schemes: Sequence[Scheme],
         dtype: torch.dtype,
         prefix: str,
+        rounding: Rounding | None = None,
     ) -> None:
         super().__init__()
+        self.rounding = rounding
         self.sizes, self.columns, self.has_bias = list(sizes), columns, bias
         self.schemes, self.dtype, self.prefix = list(schemes), dtype, prefix
         self.why_separate = ""
@@ -88,7 +105,7 @@ class ExpertLinear(nn.Module):
         self.why_separate = self._why_separate([values["weight", part] for part in parts])
         runs = [[part] for part in parts] if self.why_separate else [list(parts)]
         for run in runs:
-            linear = QuantLinear(
+            linear = _Member(
                 self.columns,
                 [self.sizes[part] for part in run],
                 bias=self.has_bias,
@@ -96,6 +113,7 @@ class ExpertLinear(nn.Module):
                 dtype=self.dtype,
                 prefix=self.prefix,
             )
+            linear.rounding = self.rounding
             for slot, part in enumerate(run):
                 for leaf in ("weight", "bias") if self.has_bias else ("weight",):
                     linear.receive(leaf, slot, values[leaf, part])
@@ -128,6 +146,28 @@ class ExpertLinear(nn.Module):
     def weight_values(self) -> Tensor:
         """Return the weight [sum of sizes, K] in `dtype`."""
         return torch.cat([member.weight for member in self.members])  # type: ignore[misc]
+
+
+def round_once(experts: Sequence[ExpertLinear]) -> Callable[[Tensor], Tensor] | None:
+    """Take one rounding out of all experts, to be done for the rows of all of them at once.
+
+    Ranks then exchange what they know of their rows once, whatever experts are hit.
+
+    Returns:
+        The rounding; None if experts round otherwise each, or not at all: they then do it.
+    """
+    members = [member for expert in experts for member in expert.members]
+    gemms = [member.gemm for member in members]
+    roundings = [gemm.rounding for gemm in gemms if isinstance(gemm, RoundedInput)]
+    schemes = [r.keywords["scheme"] for r in roundings if isinstance(r, partial)]
+    if len(schemes) < len(members) or any(scheme != schemes[0] for scheme in schemes):
+        return None
+    if schemes[0].granularity == "tensor":  # of the rows of one expert
+        return None
+    for member, gemm in zip(members, gemms, strict=True):
+        assert isinstance(gemm, RoundedInput), "each of them rounds"
+        member.gemm = gemm.gemm
+    return roundings[0]
 
 
 class GroupedGemm(Protocol):
@@ -272,7 +312,7 @@ class _OneByOneLinear(nn.Module):
         rest = x.shape[0] - sum(counts)
         parts = [
             expert(rows)
-            for expert, rows in zip(self.experts, x.split([*counts, rest]), strict=False)
+            for expert, rows in zip(self.experts, torch.split(x, [*counts, rest]), strict=False)
             if rows.shape[0]
         ]
         first = self.experts[0]
@@ -287,4 +327,12 @@ class _OneByOneLinear(nn.Module):
 GROUPED: tuple[GroupedGemm, ...] = (TorchGrouped(), OneByOne())
 
 
-__all__ = ["GROUPED", "ExpertLinear", "GroupedChoice", "GroupedGemm", "Groups", "choose_grouped"]
+__all__ = [
+    "GROUPED",
+    "ExpertLinear",
+    "GroupedChoice",
+    "GroupedGemm",
+    "Groups",
+    "choose_grouped",
+    "round_once",
+]
