@@ -19,15 +19,12 @@ from quantload.accuracy.compare import (
 )
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.accuracy.verify_output import verify_output
-from quantload.errors import ConfigError, MissingTensor
+from quantload.api_load import explain, inspect, load, load_model, parse_device
 from quantload.layers.facts import probe_facts
-from quantload.loader.assign import assign
 from quantload.loader.convert import run_plan
-from quantload.loader.formats import open_source
 from quantload.loader.garbage import without_collections
 from quantload.loader.gguf_tokenizer import write_tokenizer
 from quantload.loader.layer_selection import select_layers
-from quantload.loader.model_dtype import config_dtype, parse_dtype
 from quantload.loader.open import open_checkpoint
 from quantload.loader.peak_memory import peak_rss
 from quantload.loader.plan import Plan, PlanOptions, make_plan
@@ -35,7 +32,7 @@ from quantload.loader.ranks import Ranks
 from quantload.loader.source import Source
 from quantload.loader.staging import check_place
 from quantload.loader.workers import Resources
-from quantload.mappers.facts import ModelFacts, missing_layers
+from quantload.mappers.facts import ModelFacts
 from quantload.progress import Progress, Silent
 from quantload.quant.rules import QuantConfig
 from quantload.quant.scheme import Scheme
@@ -43,19 +40,7 @@ from quantload.quant.scheme import Scheme
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from quantload.layers.surgery import LinearReport
-
 Rules = Mapping[str, object] | Iterable[str]
-
-
-def inspect(source: str | Path) -> Source:
-    """Open a checkpoint from its headers; `.weights` describes every module.
-
-    Args:
-        source: A folder, a GGUF file, or a hub id such as `owner/name@revision`.
-    """
-    with without_collections():
-        return open_source(open_checkpoint(source))
 
 
 def facts_of(
@@ -222,110 +207,6 @@ def verify(
     return verify_output(inspect(output), opened, progress or Silent(), nearest=nearest)
 
 
-def parse_device(device: str | torch.device | None) -> torch.device:
-    """Return a device; None is CUDA where there is one, else the CPU.
-
-    Raises:
-        ConfigError: There is no such device here.
-    """
-    try:
-        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device: `{device}`, expected `cpu` or `cuda`") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"no CUDA device here: found `{device}`", hint="use `cpu`")
-    return found
-
-
-def load(  # noqa: PLR0913 - a keyword for each choice of the user
-    source: str | Path | Source,
-    *,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | str | None = None,
-    fuse: bool = True,
-    quantize_inputs: bool = True,
-    exact: bool = True,
-    progress: Progress | None = None,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """Load a checkpoint, quantized or not, as a working transformers model.
-
-    Args:
-        source: A folder, a GGUF file, a hub id, or what `inspect` returned.
-        device: Where the model lives; None takes CUDA where there is one.
-        dtype: dtype of activations and full-precision parameters; None takes the config's.
-        fuse: Run q/k/v and gate/up as one product each.
-        quantize_inputs: Round the inputs of layers as the checkpoint says; False keeps them in full
-            precision, so that the model shows its weights alone.
-        exact: Give every weight the values that the producer's own code gives it, rounded as it
-            rounds them. False multiplies unrounded where the model's dtype is wider, as
-            transformers does: float32 and float16 models of bfloat16 scales then have kernels.
-        progress: Draws progress; silent by default.
-        trust_remote_code: Run modelling code that comes with the checkpoint.
-
-    Raises:
-        QuantloadError: The checkpoint is not sound, or transformers cannot build its model.
-    """
-    opened = source if isinstance(source, Source) else inspect(source)
-    return load_model(
-        opened,
-        device=parse_device(device),
-        dtype=parse_dtype(dtype) if isinstance(dtype, str) else dtype,
-        fuse=fuse,
-        quantize_inputs=quantize_inputs,
-        exact=exact,
-        progress=progress,
-        trust_remote_code=trust_remote_code,
-    )
-
-
-def load_model(  # noqa: PLR0913 - as `load`
-    source: Source,
-    *,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    fuse: bool = True,
-    quantize_inputs: bool = True,
-    exact: bool = True,
-    progress: Progress | None = None,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """Load an opened checkpoint: build, probe, replace layers, stream weights; see `load`."""
-    from quantload.layers import meta_model, siblings, surgery  # transformers: seconds to import
-
-    config, folder = source.checkpoint.config, source.checkpoint.folder
-    if reason := missing_layers(config, source.checkpoint.tensors):
-        raise MissingTensor(f"`{source.checkpoint.name}` is incomplete: {reason}")
-    dtype = dtype or config_dtype(config) or source.stored_dtype or torch.float32
-    model = meta_model.build_on_meta(
-        config, folder, dtype=dtype, trust_remote_code=trust_remote_code
-    )
-    mapper = surgery.mapper_of(model)
-    schemes = {name: w.scheme for name, w in source.weights.items() if w.scheme is not None}
-    if not quantize_inputs:
-        schemes = {name: replace(scheme, input=None) for name, scheme in schemes.items()}
-    surgery.replace_experts(model, mapper, schemes, source.weights, dtype=dtype)
-    schemes, found = surgery.schemes_in_model(mapper, schemes), siblings.find_siblings(model)
-    stacks = surgery.replace_linears(model, schemes, found, dtype=dtype, fuse=fuse)
-    done = assign(
-        model,
-        source,
-        mapper.with_stacks(stacks),
-        device=device,
-        tied=meta_model.tied_names(model),
-        exact=exact,
-        progress=progress,
-    )
-    return surgery.finish(model, device, untied=done.untied)
-
-
-def explain(model: PreTrainedModel) -> list[LinearReport]:
-    """Return how each linear layer of a loaded model runs: scheme, kernel, stack it is part of."""
-    from quantload.layers.surgery import explain as explain_layers
-
-    return explain_layers(model)
-
-
 def compare(
     reference: str | Path,
     candidate: str | Path,
@@ -398,3 +279,22 @@ def generate(
     if seed is not None:
         torch.manual_seed(seed)
     return generate_text(model, tokenizer, prompt, **options)
+
+
+__all__ = [
+    "Conversion",
+    "compare",
+    "convert",
+    "execute",
+    "explain",
+    "facts_of",
+    "generate",
+    "inspect",
+    "load",
+    "load_model",
+    "load_tokenizer",
+    "parse_device",
+    "plan",
+    "verify",
+    "verify_plan",
+]

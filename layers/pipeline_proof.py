@@ -9,6 +9,7 @@ reads the embedding. Then the model is not cut, and the error says what was seen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quantload.layers.meta_model import TransformersModel
-from quantload.layers.siblings import run_on_meta
+from quantload.layers.probe import probe
 
 # Operations that take a tensor for its shape, dtype and device alone.
 _SHAPE_ONLY = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "new_")
@@ -43,26 +44,33 @@ def trace(model: TransformersModel, *, embedding: str, layers: list[str]) -> Tra
         model: On the meta device.
         embedding: Path of the token embedding.
         layers: Paths of its layers, in order.
+
+    Raises:
+        Exception: What the model's code raises where there are no values.
     """
+    return probe(model, lambda: _watched(model, embedding, layers))
+
+
+@contextmanager
+def _watched(model: nn.Module, embedding: str, layers: list[str]) -> Iterator[Trace]:
     found, follow = Trace(), _Follow()
     handles = list(_hooks(model, found, follow, embedding, layers))
     try:
         with follow:
-            run_on_meta(model)
+            yield found
     finally:
         for handle in handles:
             handle.remove()
-    return found
 
 
-class _Follow(TorchDispatchMode):
+class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows tensors: `early` are computed from the embedding, not through a layer; `all` from it.
 
     Tensors are kept alive, so that an id stays that of one tensor.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.early: set[int] = set()
         self.all: set[int] = set()
         self._alive: list[Tensor] = []

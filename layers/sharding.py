@@ -16,10 +16,10 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from quantload.layers.meta_model import (
@@ -28,7 +28,8 @@ from quantload.layers.meta_model import (
     output_head,
     tensor_parallel_plan,
 )
-from quantload.layers.siblings import is_plain_linear, run_on_meta
+from quantload.layers.probe import probe
+from quantload.layers.siblings import is_plain_linear
 
 Kind = Literal["column", "column gathered", "row", "row split", "vocabulary", "replicated"]
 
@@ -198,7 +199,7 @@ def _head_vectors(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> 
 def _proven(model: TransformersModel, plan: ShardPlan) -> ShardPlan:
     """Run the cut model on the meta device; replicate the blocks that do not fit."""
     try:
-        expected = _shapes(model)
+        expected = probe(model, lambda: _watched(model))
     except Exception as error:  # noqa: BLE001 - model code raises anything
         reason = f"cannot be proven: the model does not run on meta ({type(error).__name__})"
         return _without(plan, [p for p, s in plan.styles.items() if s.kind in _CUT], reason)
@@ -224,10 +225,11 @@ def _without(plan: ShardPlan, paths: list[str], reason: str) -> ShardPlan:
     return ShardPlan(plan.ranks, {**plan.styles, **changed}, vectors)
 
 
-def _shapes(model: TransformersModel) -> dict[str, tuple[int, ...]]:
-    """Return the shape that each block with layers of its own returns."""
+@contextmanager
+def _watched(model: TransformersModel) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Note the shape that each block with layers of its own returns."""
     found: dict[str, tuple[int, ...]] = {}
-    blocks = {path.rpartition(".")[0] for path in _layers(model)}
+    blocks = {path.rpartition(".")[0] for path in _layers(model)} - {""}
 
     def note(path: str, output: object) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
@@ -239,14 +241,12 @@ def _shapes(model: TransformersModel) -> dict[str, tuple[int, ...]]:
             lambda _, __, output, path=path: note(path, output)
         )
         for path in blocks
-        if path
     ]
     try:
-        run_on_meta(model)
+        yield found
     finally:
         for handle in handles:
             handle.remove()
-    return found
 
 
 def _mismatch(
@@ -265,11 +265,11 @@ def _mismatch(
         block._parameters[leaf] = nn.Parameter(whole[: whole.shape[0] // plan.ranks])
     running: list[str] = []
     for path, module in cut.named_modules():
-        if any(True for _ in module.children()):
+        if path and any(True for _ in module.children()):
             module.register_forward_pre_hook(lambda _, __, path=path: running.append(path))
-            module.register_forward_hook(lambda _, __, ___: running.pop() and None)
+            module.register_forward_hook(lambda _, __, ___: _leave(running))
     try:
-        found = _shapes(cut)
+        found = probe(cut, lambda: _watched(cut))
     except Exception as error:  # noqa: BLE001 - model code raises anything
         at = next((p for p in reversed(running) if _has_cut(plan, p)), "")
         return at, f"shapes do not fit when it is cut ({type(error).__name__})"
@@ -279,6 +279,10 @@ def _mismatch(
         return None
     inner = max(wrong, key=lambda path: path.count("."))
     return inner, f"returns `{found.get(inner)}` when it is cut, expected `{expected[inner]}`"
+
+
+def _leave(running: list[str]) -> None:
+    running.pop()
 
 
 def _has_cut(plan: ShardPlan, block: str) -> bool:
@@ -299,7 +303,7 @@ def _cut(model: nn.Module, path: str, style: Style, ranks: int) -> None:
         rows[1] - rows[0],
         bias=linear.bias is not None,
         device="meta",
-        dtype=linear.weight.dtype or torch.get_default_dtype(),
+        dtype=linear.weight.dtype,
     )
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, part)

@@ -1,0 +1,162 @@
+"""Loading: a checkpoint becomes a working model, on one process or on a rank of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantload.errors import ConfigError, MissingTensor
+from quantload.loader.assign import assign
+from quantload.loader.formats import open_source
+from quantload.loader.garbage import without_collections
+from quantload.loader.model_dtype import config_dtype, parse_dtype
+from quantload.loader.open import open_checkpoint
+from quantload.loader.places import RankShare
+from quantload.loader.source import Source
+from quantload.mappers.facts import missing_layers
+from quantload.progress import Progress
+from quantload.runtime.parallel import Parallel
+from quantload.written_models import load_written
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from quantload.layers.surgery import LinearReport
+
+
+def inspect(source: str | Path) -> Source:
+    """Open a checkpoint from its headers; `.weights` describes every module.
+
+    Args:
+        source: A folder, a GGUF file, or a hub id such as `owner/name@revision`.
+    """
+    with without_collections():
+        return open_source(open_checkpoint(source))
+
+
+def parse_device(device: str | torch.device | None) -> torch.device:
+    """Return a device; None is CUDA where there is one, else the CPU.
+
+    Raises:
+        ConfigError: There is no such device here.
+    """
+    try:
+        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device: `{device}`, expected `cpu` or `cuda`") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"no CUDA device here: found `{device}`", hint="use `cpu`")
+    return found
+
+
+def load(  # noqa: PLR0913 - a keyword for each choice of the user
+    source: str | Path | Source,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    fuse: bool = True,
+    quantize_inputs: bool = True,
+    exact: bool = True,
+    parallel: Parallel | None = None,
+    progress: Progress | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a checkpoint, quantized or not, as a working transformers model.
+
+    Where a class was registered for its architecture (`register_model`), that is built instead.
+
+    Args:
+        source: A folder, a GGUF file, a hub id, or what `inspect` returned.
+        device: Where the model lives; None takes CUDA where there is one.
+        dtype: dtype of activations and full-precision parameters; None takes the config's.
+        fuse: Run q/k/v and gate/up as one product each.
+        quantize_inputs: Round the inputs of layers as the checkpoint says; False keeps them in full
+            precision, so that the model shows its weights alone.
+        exact: Give every weight the values that the producer's own code gives it, rounded as it
+            rounds them. False multiplies unrounded where the model's dtype is wider, as
+            transformers does: float32 and float16 models of bfloat16 scales then have kernels.
+        parallel: This process among those that share the model, from `Parallel.from_environment`
+            in a process of `torchrun`; every process calls `load`, and gets the same results from
+            its model. None is one process.
+        progress: Draws progress; silent by default.
+        trust_remote_code: Run modelling code that comes with the checkpoint.
+
+    Raises:
+        QuantloadError: The checkpoint is not sound, or transformers cannot build its model.
+    """
+    opened = source if isinstance(source, Source) else inspect(source)
+    return load_model(
+        opened,
+        device=parse_device(device or (parallel.device if parallel else None)),
+        dtype=parse_dtype(dtype) if isinstance(dtype, str) else dtype,
+        fuse=fuse,
+        quantize_inputs=quantize_inputs,
+        exact=exact,
+        parallel=parallel,
+        progress=progress,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def load_model(  # noqa: PLR0913 - as `load`
+    source: Source,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    fuse: bool = True,
+    quantize_inputs: bool = True,
+    exact: bool = True,
+    parallel: Parallel | None = None,
+    progress: Progress | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load an opened checkpoint: build, probe, replace layers, stream weights; see `load`."""
+    from quantload.layers import meta_model, preparation, surgery  # transformers: seconds to import
+
+    config, folder = source.checkpoint.config, source.checkpoint.folder
+    if reason := missing_layers(config, source.checkpoint.tensors):
+        raise MissingTensor(f"`{source.checkpoint.name}` is incomplete: {reason}")
+    written = load_written(
+        source,
+        dtype=dtype,
+        parallel=parallel,
+        device=device,
+        quantize_inputs=quantize_inputs,
+        exact=exact,
+        progress=progress,
+    )
+    if written is not None:
+        return written  # type: ignore[return-value]  # the user's class, see `load`
+    dtype = dtype or config_dtype(config) or source.stored_dtype or torch.float32
+    model = meta_model.build_on_meta(
+        config, folder, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    schemes = {name: w.scheme for name, w in source.weights.items() if w.scheme is not None}
+    if not quantize_inputs:
+        schemes = preparation.without_inputs(schemes)
+    prepared = preparation.prepare(
+        model, schemes, source.weights, dtype=dtype, fuse=fuse, parallel=parallel
+    )
+    done = assign(
+        model,
+        source,
+        prepared.mapper,
+        device=device,
+        tied=prepared.tied,
+        exact=exact,
+        share=RankShare(prepared.parts, prepared.elsewhere),
+        progress=progress,
+    )
+    return surgery.finish(model, device, untied=done.untied)
+
+
+def explain(model: PreTrainedModel) -> list[LinearReport]:
+    """Return how each linear layer of a loaded model runs: scheme, kernel, stack it is part of."""
+    from quantload.layers.surgery import explain as explain_layers
+
+    return explain_layers(model)
+
+
+__all__ = ["explain", "inspect", "load", "load_model", "parse_device"]
