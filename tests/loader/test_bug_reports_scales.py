@@ -45,6 +45,14 @@ def test_br018_fused_on_disk_channel_scale(tmp_path):
 
 
 def test_br020_ignore_names_fused_module(tmp_path):
+    """Layer 0 as the report wants it. Layer 1 does not raise: deliberately another answer.
+
+    The report is about engines that have one layer for q, k and v, and none for two of them in full
+    precision and one that is not. Here each of the three keeps what the files hold, and stays
+    unfused where they differ, so the model is right and a refusal would lose it. The member that
+    disagrees is named instead: by a warning when the checkpoint is converted, by an error when
+    rules would split the group, and by `doctor` for the engines of the report.
+    """
     fused, attention = f"{LAYER}.self_attn.qkv_proj", "model.layers.1.self_attn"
     ignore = [fused, f"{attention}.q_proj", f"{attention}.k_proj"]
     tensors = {**plain(fused), **plain(f"{attention}.q_proj"), **plain(f"{attention}.k_proj")}
@@ -56,6 +64,10 @@ def test_br020_ignore_names_fused_module(tmp_path):
     for module in ignore:
         assert torch.equal(source.read_dense(module), tensors[f"{module}.weight"])
     assert [w for w in plan_of(folder, "same").warnings if f"{attention}.v_proj" in w]
+    for engine in ("vllm", "sglang"):
+        findings = [f for f in quantload.doctor(folder, engine).errors if f.rule == "fused-scheme"]
+        assert len(findings) == 1
+        assert f"{attention}.v_proj" in findings[0].layer + findings[0].found
     with pytest.raises(RuleSplitsStack, match=r"v_proj: W4A16"):
         plan_of(folder, "W4A16:g32", ["*.q_proj=keep", "*.k_proj=keep"])
 
