@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
+from quantload.errors import listed
 from quantload.loader.source import Source
 
 _log = logging.getLogger("quantload")
@@ -25,6 +27,19 @@ def why_left_out(source: Source, name: str) -> str:
     if reason:
         _log.warning("tensor `%s` has no place in the model, left out: %s", name, reason)
     return reason
+
+
+def tell_left_out(dropped: Mapping[str, str]) -> None:
+    """Log which tensors of a checkpoint are left out of a model, a line for each reason.
+
+    Args:
+        dropped: {name: reason}.
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in dropped.items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        _log.info("%d tensors left out: %s (%s)", len(names), reason, listed(names, limit=2))
 
 
 def _is_empty_bias(source: Source, name: str) -> bool:
