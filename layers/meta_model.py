@@ -7,6 +7,7 @@ transformers; what the rest of the package has to know about its models is asked
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -281,10 +282,15 @@ def output_head(model: PreTrainedModel) -> nn.Module | None:
 
 
 @contextmanager
-def without_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model run on the meta device: attention returns zeros and masks are left out."""
+def without_attention(model: PreTrainedModel, *, masks: bool = False) -> Iterator[None]:
+    """Let the model run on the meta device: attention returns zeros.
+
+    Args:
+        model: Its configs are restored afterwards.
+        masks: Give the model masks, which hide nothing; else there are none.
+    """
     AttentionInterface.register(_PROBE_ATTENTION, _no_attention)
-    AttentionMaskInterface.register(_PROBE_ATTENTION, _no_mask)
+    AttentionMaskInterface.register(_PROBE_ATTENTION, _open_mask if masks else _no_mask)
     configs = {id(c): c for m in model.modules() for c in _configs_of(m)}
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
     try:
@@ -318,12 +324,25 @@ def _no_mask(*_: object, **__: object) -> None:
     return None
 
 
+def _open_mask(*_: object, **sizes: Any) -> Tensor | None:  # noqa: ANN401 - sizes of a mask
+    """Return a mask [B, 1, T, S] that hides nothing, for models that look into it."""
+    names = ("batch_size", "q_length", "kv_length")
+    if any(name not in sizes for name in names):
+        return None
+    batch, queries, keys = (int(sizes[name]) for name in names)
+    return torch.zeros(batch, 1, queries, keys)
+
+
 def dummy_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the smallest text input [1, 4] on the meta device."""
-    ids = torch.ones(1, 4, dtype=torch.long, device="meta")
+    """Return the smallest text input [1, 4], with an image if the model cannot do without."""
+    ids = torch.full((1, 4), 3)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
+    needed = inspect.signature(model.forward).parameters.get("pixel_values")
+    if needed is not None and needed.default is inspect.Parameter.empty:
+        size = getattr(getattr(model.config, "vision_config", None), "image_size", 32)
+        inputs["pixel_values"] = torch.zeros(1, 3, int(size), int(size))
     return inputs
 
 

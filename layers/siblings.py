@@ -7,16 +7,17 @@ like. The forward allocates nothing and takes some milliseconds a layer.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from quantload.layers.meta_forward import run_mixed, run_on_meta
 from quantload.layers.meta_model import TransformersModel, dummy_inputs, without_attention
 from quantload.mappers.facts import groups_from_names
+
+Group = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,20 +25,61 @@ class Siblings:
     """Linear layers that read the same input, by model name.
 
     Args:
-        proven: Groups seen in a forward. Nothing writes to the shared input between the first and
-            the last member.
+        proven: Groups of one parent module, seen in a forward. Nothing writes to the shared input
+            between the first and the last member.
         guessed: Groups that only their names suggest, of layers that the forward did not reach.
-        failure: Why the forward could not be run; "" if it ran.
+        wider: Groups across modules, seen as well: q, k, v, gate and up where attention and MLP
+            read one tensor. Each holds whole groups of `proven`, or single layers beside them.
+        scopes: Module in whose forward all members of a group are called, where that is not the
+            parent of all.
+        failure: Why the forward could not be run to its end; "" if it ran.
     """
 
-    proven: tuple[tuple[str, ...], ...] = ()
-    guessed: tuple[tuple[str, ...], ...] = ()
+    proven: tuple[Group, ...] = ()
+    guessed: tuple[Group, ...] = ()
+    wider: tuple[Group, ...] = ()
+    scopes: Mapping[Group, str] = field(default_factory=dict)
     failure: str = ""
 
     @property
-    def groups(self) -> tuple[tuple[str, ...], ...]:
-        """All groups."""
+    def groups(self) -> tuple[Group, ...]:
+        """Groups of one parent each: what serving engines fuse."""
         return self.proven + self.guessed
+
+    @property
+    def widest(self) -> tuple[Group, ...]:
+        """Groups as large as they come: what one product can compute."""
+        inside = {name for group in self.wider for name in group}
+        return self.wider + tuple(g for g in self.groups if inside.isdisjoint(g))
+
+    def is_proven(self, group: Group) -> bool:
+        """True if a forward has shown that the members read one tensor, unchanged."""
+        return group in self.proven or group in self.wider
+
+    def scope_of(self, group: Group) -> str:
+        """Return the module in whose forward all members are called."""
+        return self.scopes.get(group, group[0].rpartition(".")[0])
+
+
+@dataclass
+class _Recording:
+    """Calls of one forward.
+
+    Args:
+        inputs: Keeps every input alive, so that its id stays its own.
+        calls: Inputs of each linear layer in order, by id and version.
+        entered: Modules whose forward ran.
+    """
+
+    inputs: list[Tensor] = field(default_factory=list)
+    calls: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    entered: set[str] = field(default_factory=set)
+
+    def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a call of a linear layer; a write to its input since raises the version."""
+        x = args[0] if args else kwargs["input"]
+        self.inputs.append(x)
+        self.calls.setdefault(name, []).append((id(x), x._version))
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -48,21 +90,19 @@ def is_plain_linear(module: nn.Module) -> bool:
 def find_siblings(model: TransformersModel) -> Siblings:
     """Run the model once on the meta device and group the linear layers that read one tensor.
 
-    Members of a group have the same parent module and at least two rows, and are called exactly
-    once; they come in the order of their calls. Where the forward raises, names decide.
+    Members of a group have at least two rows and read the same tensors, call by call; they come in
+    the order of their calls. Layers that the forward does not reach are grouped by their names.
     """
     linears = {name: m for name, m in model.named_modules() if is_plain_linear(m)}
-    try:
-        calls = _record_calls(model, linears)
-    except Exception as error:  # noqa: BLE001 - model code raises anything
-        return Siblings(
-            guessed=groups_from_names(_wide(linears, linears)),
-            failure=f"{type(error).__name__}: {error}",
-        )
-    called = {name for names in calls for name in names}
-    rest = [name for name in linears if name not in called]
+    recording, failure = _record(model, linears)
+    proven, wider, scopes = _groups(recording, linears)
+    rest = [name for name in linears if name not in recording.calls]
     return Siblings(
-        proven=tuple(_groups(calls, linears)), guessed=groups_from_names(_wide(rest, linears))
+        proven=tuple(proven),
+        guessed=groups_from_names(_wide(rest, linears)),
+        wider=tuple(wider),
+        scopes=scopes,
+        failure=failure,
     )
 
 
@@ -71,55 +111,91 @@ def _wide(names: Iterable[str], linears: dict[str, nn.Module]) -> list[str]:
     return [name for name in names if getattr(linears[name], "out_features", 0) > 1]
 
 
-def _record_calls(model: TransformersModel, linears: dict[str, nn.Module]) -> list[list[str]]:
-    """Return the names of the linears that read each input, by input, in order of calls."""
-    inputs: list[Tensor] = []  # keeps every input alive, so that its id stays its own
-    calls: dict[tuple[int, int], list[str]] = {}
+def _record(model: TransformersModel, linears: dict[str, nn.Module]) -> tuple[_Recording, str]:
+    """Run the model as cheaply as its code allows; return what was seen and why it ended early.
 
-    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs["input"]
-        inputs.append(x)
-        # an in-place write between two calls raises the version: those two are no siblings
-        calls.setdefault((id(x), x._version), []).append(name)
+    What was seen before an error stays true.
+    """
+    best, failure = _Recording(), ""
+    for masks, run in ((False, run_on_meta), (True, run_mixed), (False, run_mixed)):
+        recording = _Recording()
+        try:
+            with _Hooks(model, linears, recording), without_attention(model, masks=masks):
+                run(model, {**dummy_inputs(model), "use_cache": False})
+        except Exception as error:  # noqa: BLE001 - model code raises anything
+            if not failure or len(recording.calls) > len(best.calls):
+                best, failure = recording, f"{type(error).__name__}: {error}"
+        else:
+            return recording, ""
+    return best, failure
 
-    handles = [
-        linear.register_forward_pre_hook(
-            lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
-        )
-        for name, linear in linears.items()
-    ]
-    try:
-        run_on_meta(model)
-    finally:
-        for handle in handles:
+
+class _Hooks:
+    """Hooks on every module, taken away again."""
+
+    def __init__(
+        self, model: nn.Module, linears: dict[str, nn.Module], recording: _Recording
+    ) -> None:
+        self.model, self.linears, self.recording = model, linears, recording
+
+    def __enter__(self) -> None:
+        note, entered = self.recording.note, self.recording.entered
+        self.handles = [
+            module.register_forward_pre_hook(lambda *_, name=name: entered.add(name))
+            for name, module in self.model.named_modules()
+        ]
+        self.handles += [
+            linear.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
+            )
+            for name, linear in self.linears.items()
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
             handle.remove()
-    return list(calls.values())
 
 
-def run_on_meta(model: TransformersModel) -> None:
-    """Run a model once without computing: whatever its parameters are on, nothing is allocated."""
-    # bfloat16, since grouped matrix products on the meta device want it
-    tensors = {
-        name: torch.empty_like(
-            tensor,
-            device="meta",
-            dtype=torch.bfloat16 if tensor.is_floating_point() else tensor.dtype,
-        )
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    with torch.no_grad(), without_attention(model):
-        torch.func.functional_call(
-            model, tensors, kwargs={**dummy_inputs(model), "use_cache": False}
-        )
-
-
-def _groups(calls: list[list[str]], linears: dict[str, nn.Module]) -> list[tuple[str, ...]]:
-    times = Counter(name for names in calls for name in names)
-    groups = []
-    for names in calls:
+def _groups(
+    recording: _Recording, linears: dict[str, nn.Module]
+) -> tuple[list[Group], list[Group], dict[Group, str]]:
+    """Return groups of one parent, groups across modules, and scopes that are no parents."""
+    alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    for name in _wide(recording.calls, linears):
+        alike.setdefault(tuple(recording.calls[name]), []).append(name)
+    proven: list[Group] = []
+    wider: list[Group] = []
+    scopes: dict[Group, str] = {}
+    for names in alike.values():
         by_parent: dict[str, list[str]] = {}
-        for name in _wide(names, linears):
-            if times[name] == 1:
-                by_parent.setdefault(name.rpartition(".")[0], []).append(name)
-        groups += [tuple(members) for members in by_parent.values() if len(members) > 1]
-    return groups
+        for name in names:
+            by_parent.setdefault(name.rpartition(".")[0], []).append(name)
+        for parent, members in by_parent.items():
+            scope = _entered(parent, recording.entered)
+            if len(members) > 1 and scope is not None:
+                proven.append(tuple(members))
+                if scope != parent:
+                    scopes[tuple(members)] = scope
+        common = _common(list(by_parent))
+        if len(by_parent) > 1 and common in recording.entered and common:
+            wider.append(tuple(names))
+            scopes[tuple(names)] = common
+    return proven, wider, scopes
+
+
+def _entered(path: str, entered: set[str]) -> str | None:
+    """Return the nearest module from `path` upwards whose forward ran, as a list's never does."""
+    while path not in entered:
+        if not path:
+            return None
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _common(paths: list[str]) -> str:
+    """Return the path of the nearest module that holds all of these."""
+    parts = [path.split(".") for path in paths]
+    shared = 0
+    while all(len(p) > shared for p in parts) and len({p[shared] for p in parts}) == 1:
+        shared += 1
+    return ".".join(parts[0][:shared])

@@ -85,10 +85,11 @@ def replace_linears(
     linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
     stacks: dict[str, tuple[str, int]] = {}
     shared = _shared_parameters(model)
-    for group in siblings.groups if fuse else ():
+    for group in siblings.widest if fuse else ():
         held = {path: linears[path] for path in group if path in linears}
+        proven, scope = siblings.is_proven(group), siblings.scope_of(group)
         for members in _alike(held, builder, shared):
-            stacks |= _make_stack(model, members, builder, proven=group in siblings.proven)
+            stacks |= _make_stack(model, members, builder, scope=scope, proven=proven)
     for path, module in list(model.named_modules()):
         is_linear = is_plain_linear(module) or is_transposed_linear(module)
         if is_linear and path not in stacks and (path in schemes or builder.is_cut(path)):
@@ -99,15 +100,22 @@ def replace_linears(
 def _alike(
     group: Mapping[str, nn.Linear], builder: LayerBuilder, shared: frozenset[int]
 ) -> list[dict[str, nn.Linear]]:
-    """Split a group into runs that can be one GEMM: equal schemes and widths, all or no biases."""
+    """Split a group into runs that can be one GEMM: equal schemes and widths, all or no biases.
+
+    Inputs with a scale from the checkpoint are shared within one parent at most: other modules
+    have another scale, which would separate them all.
+    """
     alike: dict[object, dict[str, nn.Linear]] = {}
     for path, linear in group.items():
         is_dense = builder.scheme(path) is DENSE
         if is_dense and (linear.weight.dtype != builder.dtype or id(linear.weight) in shared):
             continue
         key = builder.alike(path, linear)
+        scale = builder.scheme(path).input
+        is_static = scale is not None and not scale.dynamic
         if key is not None:
-            alike.setdefault(key, {})[path] = linear
+            parent = path.rpartition(".")[0] if is_static else ""
+            alike.setdefault((key, parent), {})[path] = linear
     return [members for members in alike.values() if len(members) > 1]
 
 
@@ -118,17 +126,23 @@ def _shared_parameters(model: nn.Module) -> frozenset[int]:
 
 
 def _make_stack(
-    model: nn.Module, members: Mapping[str, nn.Linear], builder: LayerBuilder, *, proven: bool
+    model: nn.Module,
+    members: Mapping[str, nn.Linear],
+    builder: LayerBuilder,
+    *,
+    scope: str,
+    proven: bool,
 ) -> dict[str, tuple[str, int]]:
-    parent_path = next(iter(members)).rpartition(".")[0]
-    parent = model.get_submodule(parent_path)
-    name = "_".join(path.rpartition(".")[2] for path in members) + "_stack"
-    path = f"{parent_path}.{name}" if parent_path else name
+    """Put one stack into the module in whose forward all members are called."""
+    start = f"{scope}." if scope else ""
+    name = "_".join(path.removeprefix(start).replace(".", "_") for path in members) + "_stack"
+    path = start + name
     stack = builder.stack(members, prefix=path, proven=proven)
     for slot, member in enumerate(members):
         _put(model, member, StackView(stack, slot))
-    parent.add_module(name, stack)
-    share_within(parent, stack)
+    owner = model.get_submodule(scope)
+    owner.add_module(name, stack)
+    share_within(owner, stack)
     return {member: (path, slot) for slot, member in enumerate(members)}
 
 
