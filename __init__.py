@@ -14,16 +14,22 @@ if TYPE_CHECKING:
     from quantload.accuracy.verify import LayerReport, VerifyReport
     from quantload.api import compare, convert, explain, inspect, load, load_tokenizer, plan, verify
     from quantload.errors import QuantloadError
+    from quantload.layers.registry import register_model
     from quantload.loader.plan import Plan
+    from quantload.mappers.name_rules import NameRules
     from quantload.quant.qtensor import QuantTensor
     from quantload.quant.rules import QuantConfig
     from quantload.quant.scheme import Scheme
+    from quantload.runtime.parallel import Parallel
+    from quantload.written_models import load_weights
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LayerReport": "quantload.accuracy.verify",
     "ModelComparison": "quantload.accuracy.compare",
+    "NameRules": "quantload.mappers.name_rules",
+    "Parallel": "quantload.runtime.parallel",
     "Plan": "quantload.loader.plan",
     "QuantConfig": "quantload.quant.rules",
     "QuantTensor": "quantload.quant.qtensor",
@@ -37,13 +43,17 @@ _HOMES = {
     "inspect": "quantload.api",
     "load": "quantload.api",
     "load_tokenizer": "quantload.api",
+    "load_weights": "quantload.written_models",
     "plan": "quantload.api",
+    "register_model": "quantload.layers.registry",
     "verify": "quantload.api",
 }
 
 __all__ = [
     "LayerReport",
     "ModelComparison",
+    "NameRules",
+    "Parallel",
     "Plan",
     "QuantConfig",
     "QuantTensor",
@@ -57,7 +67,9 @@ __all__ = [
     "inspect",
     "load",
     "load_tokenizer",
+    "load_weights",
     "plan",
+    "register_model",
     "verify",
 ]
 

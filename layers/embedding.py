@@ -181,6 +181,8 @@ class ParallelLMHead(QuantLinear):
         prefix: Dotted path in the model.
     """
 
+    tied_to: VocabParallelEmbedding | None
+
     def __init__(  # noqa: PLR0913 - a keyword for each decision
         self,
         num_embeddings: int,
@@ -206,7 +208,7 @@ class ParallelLMHead(QuantLinear):
         )
         self.parallel, self.gather_output = parallel, gather_output
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.is_tied = False
+        self.__dict__["tied_to"] = None  # not registered: the model has it
 
     # -- one weight with the embedding ---------------------------------------------------------
 
@@ -225,8 +227,13 @@ class ParallelLMHead(QuantLinear):
                 f"head `{self.prefix}` cannot be tied to embedding `{embedding.prefix}`: rows, "
                 f"columns and rank are `{mine}` and `{other}`"
             )
-        self.is_tied = True
+        self.__dict__["tied_to"] = embedding
         return self
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the weight is that of an embedding."""
+        return self.tied_to is not None
 
     def share_weight(self, embedding: VocabParallelEmbedding) -> bool:
         """Make the loaded weight of one that of both, after `tie_weights`.

@@ -41,6 +41,7 @@ TRANSFORMERS = (
     "layers/checkpoint_names.py",
     "layers/converters.py",
     "layers/meta_model.py",
+    "layers/registry.py",
     "layers/siblings.py",
     "layers/surgery.py",
     "layers/text.py",
@@ -66,6 +67,8 @@ MAX_FILE = 400
 PUBLIC_NAMES = [
     "LayerReport",
     "ModelComparison",
+    "NameRules",
+    "Parallel",
     "Plan",
     "QuantConfig",
     "QuantTensor",
@@ -79,7 +82,9 @@ PUBLIC_NAMES = [
     "inspect",
     "load",
     "load_tokenizer",
+    "load_weights",
     "plan",
+    "register_model",
     "verify",
 ]
 OPTIONS = {
@@ -288,6 +293,6 @@ def _checks(node, checkers):
     return any(
         isinstance(n, ast.Assert)
         or (isinstance(n, ast.Attribute) and n.attr in {"raises", "warns", "fail", "assert_close"})
-        or (isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in checkers)
+        or (isinstance(n, ast.Name) and (n.id in checkers or n.id.startswith("assert_")))
         for n in ast.walk(node)
     )

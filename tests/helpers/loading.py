@@ -46,6 +46,8 @@ def plain_model(source):
         pairs = zip(parts[0], parts[1], strict=True)
         state[name] = torch.stack([torch.cat(pair) for pair in pairs])
         state[f"{prefix}down_proj"] = torch.stack(parts[2])
+    if content.get("tie_word_embeddings"):
+        state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     missing = model.load_state_dict(state, strict=False).missing_keys
     assert not missing, missing
     return model
