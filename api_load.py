@@ -137,7 +137,13 @@ def load_model(  # noqa: PLR0913 - as `load`
     if not quantize_inputs:
         schemes = preparation.without_inputs(schemes)
     prepared = preparation.prepare(
-        model, schemes, source.weights, dtype=dtype, fuse=fuse, parallel=parallel
+        model,
+        schemes,
+        source.weights,
+        dtype=dtype,
+        names=source.checkpoint.tensors,
+        fuse=fuse,
+        parallel=parallel,
     )
     done = assign(
         model,

@@ -33,6 +33,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from quantload.mappers.targets import Conversion, Converted, Cut, Join, Piece
 
 Shape = tuple[int, ...]
+Rows = tuple[range, ...]
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def _rows(steps: list[ConversionOps], name: _Name, shapes: ModelShapes) -> tuple
     if len(name.targets) == 1 and shapes.shape_of(name.targets[0]) is None:
         return (Converted(name.targets[0]),)  # the model has no place for it: told as such
     heights = [shape[axis] for shape in _shapes(name, shapes)]
-    chosen = [(range(sum(heights)),)]
+    chosen: list[Rows] = [(range(sum(heights)),)]
     for step in steps:
         chosen = _apply(step, chosen, heights, name, shapes)
     if len(chosen) != len(heights):
@@ -236,9 +237,6 @@ def _shapes(name: _Name, shapes: ModelShapes) -> list[Shape]:
     if missing:
         raise _Unread(f"the model has no parameter `{missing[0]}`")
     return [shape for shape in found if shape is not None]
-
-
-Rows = tuple[range, ...]
 
 
 def _apply(

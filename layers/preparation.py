@@ -7,7 +7,7 @@ what this rank holds is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -55,6 +55,7 @@ def prepare(
     weights: Mapping[str, CheckpointWeight],
     *,
     dtype: torch.dtype,
+    names: Collection[str] = (),
     fuse: bool = True,
     parallel: Parallel | None = None,
 ) -> PreparedModel:
@@ -65,6 +66,7 @@ def prepare(
         schemes: Scheme of each quantized module, by its name in the checkpoint.
         weights: The modules of the checkpoint, by name.
         dtype: dtype of activations.
+        names: Names of all tensors of the checkpoint, see `mapper_of`.
         fuse: Run layers that read one input as one product.
         parallel: This process among those that share the model.
 
@@ -72,7 +74,7 @@ def prepare(
         ModelError: It cannot be cut into that many stages.
     """
     parallel = parallel or Parallel()
-    mapper, tied = mapper_of(model), tied_names(model)
+    mapper, tied = mapper_of(model, names), tied_names(model)
     plan = None
     if parallel.tp_size > 1:
         use_attention(model)

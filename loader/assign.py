@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from quantload.errors import UnexpectedTensor, listed
 from quantload.loader.checkpoint import files_kept_open
+from quantload.loader.cuts import Joining, check_all_taken, resolved, shape_after, taken
 from quantload.loader.formats.finite import refuse_nonfinite
-from quantload.loader.left_out import why_left_out
+from quantload.loader.left_out import tell_left_out, why_left_out
 from quantload.loader.places import (
     ExpertsReceiver,
     Job,
@@ -86,19 +87,26 @@ def assign(  # noqa: PLR0913 - a keyword for each fact about the model
     places = Places(model, tied, share or RankShare())
     jobs, dropped, elsewhere = _jobs(model, source, mapper, places)
     places.check(jobs)
+    tell_left_out(dropped)
     todo, progress = _by_module(jobs), progress or Silent()
     progress.start("load", total=sum(job.num_bytes for job in jobs), unit="B")
+    joining = Joining()
     for path, module_jobs in todo.items():
         module = model.get_submodule(path)
         for job in module_jobs:
             value = _read(source, job, module, device)
+            progress.advance(job.num_bytes, note=job.name)
             if not exact and isinstance(value, QuantTensor):
                 value = value.evaluated_in(places.dtype_of(job.target))
+            if job.target.join is not None:
+                whole = joining.add(job.target.place, job.target.join, value)
+                if whole is None:  # other parts of the parameter follow
+                    continue
+                value = whole
             if isinstance(module, Receiver):
                 _hand_over(module, job, value, device)
             else:
                 places.write(job, value, device)
-            progress.advance(job.num_bytes, note=job.name)
         if isinstance(module, Receiver):
             module.finish(device)
     progress.finish()
@@ -117,24 +125,15 @@ def _jobs(
     elsewhere = 0
     for job_name, weight, shape, names in _tensors(source):
         num_bytes = sum(_num_bytes(source, name) for name in names)
-        target = _target_of(job_name, weight, mapper)
-        target = None if target is None else places.place_of(target)
-        if target is not None and places.has(target):
-            if weight is not None and isinstance(model.get_submodule(target.module), Receiver):
-                shape = (weight.experts, *weight.shape) if weight.experts else weight.shape
-            slots, shape = places.slots_of(target, shape, is_parameter=weight is None)
-            jobs.append(
-                Job(
-                    target=target,
-                    name=job_name,
-                    weight=weight,
-                    shape=shape,
-                    num_bytes=num_bytes,
-                    slots=slots,
-                )
-            )
-        elif target is not None and places.share.is_elsewhere(target):
-            elsewhere += num_bytes
+        targets = [places.place_of(target) for target in _targets_of(job_name, weight, mapper)]
+        here = [target for target in targets if places.has(target)]
+        rest = [target for target in targets if target not in here]
+        if targets and all(places.share.is_elsewhere(target) for target in rest):
+            check_all_taken(targets, shape, job_name)
+            for number, target in enumerate(here):
+                jobs.append(_job(model, places, target, job_name, weight, shape))
+                jobs[-1] = replace(jobs[-1], num_bytes=0 if number else num_bytes)
+            elsewhere += 0 if here else num_bytes
         elif (reason := mapper.why_dropped(names[0])) is not None:
             dropped.update(dict.fromkeys(names, reason))
         elif weight is None and (reason := why_left_out(source, job_name)):
@@ -147,6 +146,31 @@ def _jobs(
             hint="; ".join(mapper.explain(name) for name in lost[:3]),
         )
     return jobs, dropped, elsewhere
+
+
+def _job(
+    model: nn.Module,
+    places: Places,
+    target: Target,
+    name: str,
+    weight: SourceWeight | None,
+    shape: tuple[int, ...],
+) -> Job:
+    goal, cut = places.goal_of(target, shape), target.cut
+    if weight is not None and isinstance(model.get_submodule(target.module), Receiver):
+        shape = (weight.experts, *weight.shape) if weight.experts else weight.shape
+        goal = shape  # output features first, however the file has them
+    cut = resolved(cut, shape, goal)
+    shape = shape_after(shape, cut, name)
+    slots, shape = places.slots_of(target, shape, is_parameter=weight is None)
+    return Job(
+        target=replace(target, cut=cut),
+        name=name,
+        weight=weight,
+        shape=shape,
+        num_bytes=0,
+        slots=slots,
+    )
 
 
 def _tensors(
@@ -164,13 +188,13 @@ def _num_bytes(source: Source, name: str) -> int:
     return 0 if entry is None else entry.num_bytes
 
 
-def _target_of(name: str, weight: SourceWeight | None, mapper: WeightMapper) -> Target | None:
+def _targets_of(name: str, weight: SourceWeight | None, mapper: WeightMapper) -> tuple[Target, ...]:
     if weight is None:
-        return mapper.find(name)
-    target = mapper.find(weight.parameter_name)
-    if target is None and not weight.is_quantized:  # a matrix that is not called "weight"
-        target = mapper.find(next(iter(weight.leaves.values())))
-    return target
+        return mapper.targets(name)
+    targets = mapper.targets(weight.parameter_name)
+    if not targets and not weight.is_quantized:  # a matrix that is not called "weight"
+        targets = mapper.targets(next(iter(weight.leaves.values())))
+    return targets
 
 
 def _by_module(jobs: list[Job]) -> dict[str, list[Job]]:
@@ -196,7 +220,7 @@ def _read(
         value = value.to(device)
         name = job.name if job.weight is None else job.weight.parameter_name
         refuse_nonfinite(value, name, source.checkpoint.name)
-    return value
+    return taken(value, job.target.cut, job.name)
 
 
 def _hand_over(

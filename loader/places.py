@@ -155,7 +155,21 @@ class Places:
 
     def has(self, target: Target) -> bool:
         """True if the model has this place."""
-        return replace(target, piece=None) in self.shapes
+        return target.place in self.shapes
+
+    def goal_of(self, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the model's own parameter, as far as it decides on transposition.
+
+        Args:
+            target: A place; of experts that are handed over one by one, the first slot.
+            shape: Shape of what is stored, the number of experts first.
+        """
+        place, module = self.shapes[target.place], self.model.get_submodule(target.module)
+        if not isinstance(module, ExpertsReceiver) or len(shape) != len(place) + 1:
+            return place
+        rows = place[0] * (self._slots[target.module, target.leaf] // shape[0])
+        matrix = (rows, *place[1:])
+        return (shape[0], *(matrix[::-1] if module.has_input_first(target.leaf) else matrix))
 
     def slots_of(
         self, target: Target, shape: tuple[int, ...], *, is_parameter: bool
@@ -194,26 +208,40 @@ class Places:
         elements: Counter[Target] = Counter()
         for job in jobs:
             for target in job.targets():
-                if target in filled:
+                part = replace(target, cut=None)
+                if part in filled:
                     raise UnexpectedTensor(
-                        f"two tensors for one place: `{filled[target].name}` and `{job.name}` both "
-                        f"belong to `{target}`"
+                        f"two tensors for one place: `{filled[part].name}` and `{job.name}` both "
+                        f"belong to `{part}`"
                     )
-                filled[target] = job
-                expected = self._shape_of(target)
+                filled[part] = job
+                expected = self._shape_of(target, job.shape)
                 if job.shape != expected:
                     raise ShapeError(
                         f"tensor `{job.name}` has shape `{job.shape}`, expected `{expected}` for "
                         f"`{target}`"
                     )
-                elements[replace(target, piece=None)] += math.prod(job.shape)
+                elements[target.place] += math.prod(job.shape)
+        self._check_joined(jobs, elements)
         short = [t for t, shape in self.shapes.items() if elements[t] < math.prod(shape)]
         short = [t for t in short if not self._is_optional(t, elements)]
         if short:
             self._raise_missing(short, elements)
 
-    def _shape_of(self, target: Target) -> tuple[int, ...]:
-        shape = self.shapes[replace(target, piece=None)]
+    def _check_joined(self, jobs: list[Job], elements: Counter[Target]) -> None:
+        for job in jobs:
+            place, join = job.target.place, job.target.join
+            if join is not None and elements[place] > math.prod(self.shapes[place]):
+                raise ShapeError(
+                    f"tensors that share `{place}` have {elements[place]} elements, expected "
+                    f"{math.prod(self.shapes[place])}; one of them is `{job.name}`"
+                )
+
+    def _shape_of(self, target: Target, found: tuple[int, ...]) -> tuple[int, ...]:
+        shape = self.shapes[target.place]
+        if target.join is not None:  # parts may be of any height
+            axis = target.join.axis
+            return (*shape[:axis], *found[axis : axis + 1], *shape[axis + 1 :])
         piece = target.piece
         if piece is None:
             return shape
