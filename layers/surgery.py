@@ -195,6 +195,7 @@ def explain(model: nn.Module) -> list[LinearReport]:
     """Return how each linear layer of a loaded model runs, in the order of the model."""
     reports: list[LinearReport] = []
     block = None  # experts, whose layers are told together
+    viewed = {id(vars(m)["stack"]) for m in model.modules() if isinstance(m, StackView)}
     for path, module in model.named_modules():
         if block is not None and path.startswith(block):
             continue
@@ -207,8 +208,10 @@ def explain(model: nn.Module) -> list[LinearReport]:
             fused = "" if stack.separate is not None else stack.prefix
             note = f"not fused: {stack.why_separate}" if stack.why_separate else stack.kernel.note
             reports.append(_report(path, stack, fused_into=fused, note=note))
-        elif isinstance(module, QuantLinear) and not isinstance(module, LinearStack):
-            reports.append(_report(path, module, note=module.kernel.note))
+        elif isinstance(module, QuantLinear) and id(module) not in viewed:
+            why = module.why_separate if isinstance(module, LinearStack) else ""
+            note = f"not fused: {why}" if why else module.kernel.note
+            reports.append(_report(path, module, note=note))
         elif isinstance(module, nn.Linear):
             reports.append(LinearReport(module=path, scheme="dense", kernel="dense"))
     return reports

@@ -63,7 +63,7 @@ class LlamaAttention(nn.Module):
         self, positions: Tensor, hidden_states: Tensor, angles: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Map [T, hidden] to [T, hidden]; `angles` are cosines and sines [T, D]."""
-        parts = self.qkv_proj(hidden_states).split(self.qkv_proj.sizes, dim=-1)
+        parts = self.qkv_proj(hidden_states).split(self.qkv_proj.part_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         mixed = attend(rotate(q, *angles), rotate(k, *angles), v, positions=positions)
         return self.o_proj(mixed.flatten(-2))  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ from gloo_ranks import run_in_processes
 from loading import plain_model
 from thread_ranks import in_ranks
 from tiny_checkpoints import QWEN2, config, llama, tensors, write
+from transformers import AutoConfig
 from whole_weights import assert_close
 
 import quantload
@@ -100,6 +101,18 @@ def test_rounded_inputs_are_those_of_the_transformers_model(registered, tmp_path
         assert_close(result, expected)
 
 
+def test_filled_by_hand(registered, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "W4A16:g32")
+    config = AutoConfig.from_pretrained(folder)
+    model = registered.LlamaForCausalLM(config, parallel=Parallel())
+    done = quantload.load_weights(model, folder)
+    assert not done.untied
+    with torch.no_grad():
+        assert torch.equal(model.compute_logits(model(IDS, POSITIONS)), logits(folder))
+        rows = model.embed_input_ids(IDS)
+        assert torch.equal(model(IDS, POSITIONS, rows), model(IDS, POSITIONS))
+
+
 def test_quantized_layers_stay_quantized(registered, tmp_path: Path) -> None:
     model = quantload.load(checkpoint(tmp_path, "W4A16:g32"), device="cpu", dtype=torch.float32)
     layer = model.model.layers[0]
@@ -107,6 +120,10 @@ def test_quantized_layers_stay_quantized(registered, tmp_path: Path) -> None:
         assert str(part.scheme) == "W4A16:g32"
         assert part.kernel.name != "dense"
     assert model.lm_head.kernel.name == "dense"
+    told = {report.module: report.scheme for report in quantload.explain(model)}
+    assert told["model.layers.1.self_attn.qkv_proj"] == "W4A16:g32"
+    assert told["lm_head"] == "dense"
+    assert len(told) == 2 * 4 + 1
 
 
 def test_two_processes(tmp_path: Path) -> None:
@@ -195,3 +212,12 @@ def test_a_model_of_plain_layers(tmp_path: Path) -> None:
     assert model.head.weight is model.embed.weight
     assert not model.training
     assert not model.head.weight.requires_grad
+
+
+def test_the_page_shows_the_example() -> None:
+    page = (EXAMPLE.parents[1] / "writing-a-model.md").read_text()
+    blocks = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
+    shown = [block for block in blocks if "quantload.load" not in block]
+    assert len(shown) == 4
+    for block in shown:
+        assert block in EXAMPLE.read_text()
