@@ -23,7 +23,7 @@ from quantload.runtime.parallel import Parallel
 
 _log = logging.getLogger("quantload")
 
-_EXPERTS, _HIDDEN, _INNER, _TOKENS, _CHOICES = 3, 8, 6, 7, 2
+_EXPERTS, _HIDDEN, _INNER, _TOKENS, _CHOICES = 3, 8, 16, 7, 2  # widths that grouped_mm takes
 _LIMITS = {torch.float32: 2e-6, torch.bfloat16: 3e-2}
 _SPREAD = 4.0  # of the products of `up`: reaches the clamps of gpt-oss at 7
 _DOWN = 0.05  # brings results to the size of the tokens: nothing hides behind large values

@@ -18,6 +18,7 @@ from quantload.layers.experts import FusedExperts, Key, Mode
 from quantload.layers.experts_layout import holds_experts, layout_of
 from quantload.layers.experts_proof import fused_experts
 from quantload.mappers.mapper import WeightMapper
+from quantload.mappers.targets import Target
 from quantload.quant.scheme import Scheme
 from quantload.runtime.parallel import Parallel
 
@@ -63,24 +64,23 @@ def _schemes_of_experts(
     """Return {path of a block's experts: {(leaf, slot): scheme}} of its quantized weights."""
     found: dict[str, dict[Key, Scheme]] = {}
     for name, scheme in schemes.items():
-        target = mapper.find(weights[name].parameter_name)
-        if target is None or not holds_experts(model.get_submodule(target.module)):
-            continue
-        of_block = found.setdefault(target.module, {})
-        if target.piece is not None:
-            slot = target.piece.expert * target.piece.parts + target.piece.part
-            of_block[target.leaf, slot] = scheme
-        else:
-            slots = _slots(model.get_submodule(target.module), target.leaf)
-            of_block |= dict.fromkeys(slots, scheme)
+        for target in mapper.targets(weights[name].parameter_name):
+            module = model.get_submodule(target.module)
+            if holds_experts(module):
+                keys = _slots(module, target)
+                found.setdefault(target.module, {}).update(dict.fromkeys(keys, scheme))
     return found
 
 
-def _slots(module: nn.Module, leaf: str) -> list[Key]:
+def _slots(module: nn.Module, target: Target) -> list[Key]:
+    """Return the slots of a block's experts that a tensor fills: one, or those of all experts."""
+    if target.piece is not None:
+        return [(target.leaf, target.piece.expert * target.piece.parts + target.piece.part)]
     layout = layout_of(module)
     if isinstance(layout, str):
-        return [(leaf, 0)]
-    return [(leaf, slot) for slot in range(layout.experts * layout.projection(leaf).parts)]
+        return [(target.leaf, 0)]
+    count = layout.experts * layout.projection(target.leaf).parts
+    return [(target.leaf, slot) for slot in range(count)]
 
 
 def replace_experts(
