@@ -85,8 +85,12 @@ def plan(
     config = QuantConfig.from_options(scheme, rules, group_size=group_size)
     with without_collections():
         opened = select_layers(opened, options.layers if options else "")
-        target = (options or PlanOptions()).target
-        facts = facts_of(opened, trust_remote_code=trust_remote_code, meanwhile=target.prepare)
+        writes_config = config.asks_for_codes or opened.reader.cache_scheme
+        facts = facts_of(
+            opened,
+            trust_remote_code=trust_remote_code,
+            meanwhile=(options or PlanOptions()).target.prepare if writes_config else None,
+        )
         made = make_plan(opened, config, facts, options)
     return replace(made, trust_remote_code=trust_remote_code)
 

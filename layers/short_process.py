@@ -17,9 +17,12 @@ from typing import TypeVar
 
 import torch
 
+from quantload.layers.deferred_import import defer_import
+
 Result = TypeVar("Result")
 _log = logging.getLogger("quantload")
 _HEAVY = "transformers.modeling_utils"
+_RARELY = (100_000, 20, 100)  # what is imported and built all lives: little garbage to be found
 
 
 def run_apart(function: Callable[[], Result]) -> Result:
@@ -89,6 +92,8 @@ def _answer(function: Callable[[], object], pipe: int) -> None:
     try:
         gc.freeze()  # collections leave the pages alone that both share
         gc.enable()
+        gc.set_threshold(*_RARELY)
+        defer_import("scipy.optimize", "linear_sum_assignment")
         torch.set_num_threads(1)  # the threads of the pool are not in the copy
         with os.fdopen(pipe, "wb") as file:
             pickle.dump(function(), file, protocol=pickle.HIGHEST_PROTOCOL)

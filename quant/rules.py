@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quantload.errors import ConfigError, UnusedRule, listed
-from quantload.quant.scheme import Scheme, parse_scheme
+from quantload.quant.scheme import DENSE, Scheme, parse_scheme
 
 KEEP = "keep"
 _NO_MODULE = "#"  # no module is called so
@@ -113,6 +113,12 @@ class QuantConfig:
 
     default: Scheme | None
     rules: tuple[Rule, ...] = ()
+
+    @property
+    def asks_for_codes(self) -> bool:
+        """True if the default or a rule asks for a quantized weight, also for one that is there."""
+        schemes = (self.default, *(rule.scheme for rule in self.rules))
+        return any(scheme is not None and scheme != DENSE for scheme in schemes)
 
     @classmethod
     def from_options(

@@ -394,3 +394,17 @@ def test_a_group_size_of_the_default():
     config = QuantConfig.from_options("W4A16", group_size=32)
     assert config == QuantConfig(parse_scheme("W4A16:g32"))
     assert QuantConfig.from_options(PRESETS["W8A8"]).default is PRESETS["W8A8"]
+
+
+@pytest.mark.parametrize(
+    ("default", "rules", "expected"),
+    [
+        ("dense", [], False),
+        ("keep", ["lm_head=dense", "model.norm=keep"], False),
+        ("W4A16", [], True),
+        ("same", [], True),
+        ("dense", ["lm_head=W8A16"], True),
+    ],
+)
+def test_whether_codes_are_asked_for(default, rules, expected):
+    assert QuantConfig.from_options(default, rules).asks_for_codes is expected
