@@ -16,12 +16,13 @@ from torch import nn
 from quantload.layers.attention import use_attention
 from quantload.layers.checkpoint_names import mapper_of
 from quantload.layers.experts_surgery import CheckpointWeight, replace_experts
-from quantload.layers.layer_builder import Sharing
+from quantload.layers.layer_builder import LayerBuilder, Sharing
 from quantload.layers.meta_model import TransformersModel, tied_names
 from quantload.layers.pipeline import cut_into_stages, find_cut
 from quantload.layers.sharding import ShardPlan, plan_sharding
 from quantload.layers.siblings import find_siblings
 from quantload.layers.surgery import replace_linears, schemes_in_model
+from quantload.layers.vocabulary import replace_vocabulary
 from quantload.mappers.mapper import WeightMapper
 from quantload.quant.region import Region
 from quantload.quant.scheme import Scheme
@@ -86,24 +87,32 @@ def prepare(
         cut = find_cut(model, parallel.pp_size)
         elsewhere = cut_into_stages(model, cut, parallel, tied_head=f"{cut.head}.weight" in tied)
     sharing = Sharing(parallel, plan)
+    replace_vocabulary(model, LayerBuilder(in_model, dtype, sharing), _held(model, tied))
     stacks = replace_linears(model, in_model, siblings, dtype=dtype, fuse=fuse, sharing=sharing)
     return PreparedModel(
         model,
         mapper.with_stacks(stacks),
-        tied={one: two for one, two in tied.items() if _has(model, one) and _has(model, two)},
+        tied=_held(model, tied),
         plan=plan,
         parts=dict(_cut_vectors(model, plan, parallel)),
         elsewhere=elsewhere,
     )
 
 
+def _held(model: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
+    """Return the ties between parameters of this rank."""
+    return {one: two for one, two in tied.items() if _has(model, one) and _has(model, two)}
+
+
 def _has(model: nn.Module, name: str) -> bool:
-    """True if this rank has a parameter."""
+    """True if this rank has a parameter, or a layer that waits for it."""
     path, _, leaf = name.rpartition(".")
     try:
-        return leaf in model.get_submodule(path)._parameters
+        module = model.get_submodule(path)
     except AttributeError:  # below a layer of another stage
         return False
+    awaits = getattr(module, "awaits", dict)
+    return leaf in module._parameters or (leaf, 0) in awaits()
 
 
 def _cut_vectors(

@@ -28,6 +28,7 @@ from quantload.layers.meta_model import (
     tied_names,
     untie_in_config,
 )
+from quantload.layers.replacement import put
 from quantload.layers.siblings import Siblings, is_plain_linear
 from quantload.layers.stack import LinearStack, StackView, share_within
 from quantload.mappers.mapper import WeightMapper
@@ -93,7 +94,7 @@ def replace_linears(
     for path, module in list(model.named_modules()):
         is_linear = is_plain_linear(module) or is_transposed_linear(module)
         if is_linear and path not in stacks and (path in schemes or builder.is_cut(path)):
-            _put(model, path, builder.alone(module, path))
+            put(model, path, builder.alone(module, path))
     return stacks
 
 
@@ -139,16 +140,11 @@ def _make_stack(
     path = start + name
     stack = builder.stack(members, prefix=path, proven=proven)
     for slot, member in enumerate(members):
-        _put(model, member, StackView(stack, slot))
+        put(model, member, StackView(stack, slot))
     owner = model.get_submodule(scope)
     owner.add_module(name, stack)
     share_within(owner, stack)
     return {member: (path, slot) for slot, member in enumerate(members)}
-
-
-def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
-    parent_path, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent_path), name, layer.eval())
 
 
 def schemes_in_model(mapper: WeightMapper, schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:

@@ -1,0 +1,166 @@
+"""Models shared by ranks give the logits and the text of one process, whatever is cut.
+
+Ranks are threads, see `thread_grid.py`; two processes that gloo connects run the same at the end.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo_ranks import run_in_processes
+from thread_grid import grid, together
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quantload import api
+from quantload.errors import ModelError
+from quantload.runtime.parallel import Parallel
+
+# 8 query heads and 2 for keys and values: fewer than ranks. 131 tokens and 96 features are no
+# multiples of 8 and 64, blocks of 128 are cut everywhere.
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 3}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, **WINDOWS},
+    "mixtral": {"head_dim": 16, "num_local_experts": 4},
+    "deepseek_v3": {
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+        **{"v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
+        **{"topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32},
+        **{"num_key_value_heads": 8, "n_shared_experts": 1},
+    },
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "phi3": {},
+    "jamba": {
+        **{"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+        **{"expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8},
+        "use_mamba_kernels": False,
+    },
+}
+SCHEMES = ("dense", "W4A16:g32", "FP8_BLOCK", "NVFP4A16", "FP8_DYNAMIC", "W8A8")
+SMALL = [("dense", 4, 1), ("W4A16:g32", 2, 2)]  # (scheme, tensor parallel, stages)
+WHOLE = [
+    (scheme, tp, pp)
+    for scheme in SCHEMES
+    for tp, pp in ((2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2))
+    if (scheme, tp, pp) not in SMALL
+]
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+
+
+def write_model(model_type: str, folder: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **(SIZES | MODELS[model_type]))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.08 * noise)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    return {}
+
+
+@pytest.fixture
+def checkpoint(request, checkpoints, tmp_path_factory):
+    """Return the folder of a model in a scheme; each is made once."""
+
+    def make(model_type: str, scheme: str) -> Path:
+        if (model_type, scheme) not in checkpoints:
+            folder = tmp_path_factory.mktemp(model_type) / "model"
+            if scheme == "dense":
+                write_model(model_type, folder)
+            else:
+                api.convert(make(model_type, "dense"), folder, scheme, verify_output=False)
+            checkpoints[model_type, scheme] = folder
+        return checkpoints[model_type, scheme]
+
+    return make
+
+
+def tokens() -> Tensor:
+    return torch.randint(3, 131, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def assert_ranks_agree(folder: Path, tp: int, pp: int) -> None:
+    """Compare with inputs in full precision: a code at the edge of its step would flip."""
+    ids, options = tokens(), {"device": "cpu", "quantize_inputs": False}
+    with torch.no_grad():
+        alone = api.load(folder, **options)
+        expected, text = alone(ids).logits, alone.generate(ids[:1], **GREEDY)
+    ranks = grid(tp, pp)
+    models = [api.load(folder, **options, parallel=rank) for rank in ranks]
+    for logits in together(ranks, lambda rank: models[rank.rank](ids).logits):
+        assert (logits - expected).norm() <= 1e-5 * expected.norm()
+    for found in together(ranks, lambda rank: models[rank.rank].generate(ids[:1], **GREEDY)):
+        assert torch.equal(found, text)
+
+
+@pytest.mark.parametrize(("scheme", "tp", "pp"), SMALL)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_ranks_agree_with_one_process(checkpoint, model_type, scheme, tp, pp):
+    assert_ranks_agree(checkpoint(model_type, scheme), tp, pp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "tp", "pp"), WHOLE)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_ranks_agree_in_every_scheme(checkpoint, model_type, scheme, tp, pp):
+    assert_ranks_agree(checkpoint(model_type, scheme), tp, pp)
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_rank_holds_its_part(checkpoint):
+    folder = checkpoint("qwen3", "dense")
+    whole = held_bytes(api.load(folder, device="cpu"))
+    by_tensor = [held_bytes(api.load(folder, device="cpu", parallel=r)) for r in grid(4, 1)]
+    by_stage = [held_bytes(api.load(folder, device="cpu", parallel=r)) for r in grid(1, 2)]
+    assert max(by_tensor) < 0.45 * whole  # the k and v heads are held twice, norms by all
+    assert sum(by_stage) < 1.01 * whole
+
+
+def test_more_stages_than_layers_are_refused(checkpoint):
+    with pytest.raises(ModelError, match="4 layers, expected at least one for each of 5 stages"):
+        api.load(checkpoint("qwen3", "dense"), device="cpu", parallel=grid(1, 5)[0])
+
+
+def run_rank(folder: str, tp: int, pp: int, expected: Tensor, text: Tensor) -> None:
+    parallel = Parallel.from_environment(tp, pp, device="cpu")
+    model = api.load(folder, parallel=parallel)
+    with torch.no_grad():
+        logits = model(tokens()).logits
+        found = model.generate(tokens()[:1], **GREEDY)
+    assert (logits - expected).norm() <= 1e-5 * expected.norm()
+    assert torch.equal(found, text)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_processes_that_gloo_connects(checkpoint, tp, pp):
+    folder = checkpoint("mixtral", "W4A16:g32")
+    with torch.no_grad():
+        alone = api.load(folder, device="cpu")
+        expected, text = alone(tokens()).logits, alone.generate(tokens()[:1], **GREEDY)
+    run_in_processes(2, run_rank, str(folder), tp, pp, expected, text)
