@@ -59,6 +59,7 @@ def load(  # noqa: PLR0913 - a keyword for each choice of the user
     fuse: bool = True,
     quantize_inputs: bool = True,
     exact: bool = True,
+    fast_paths: bool | None = None,
     parallel: Parallel | None = None,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
@@ -77,6 +78,9 @@ def load(  # noqa: PLR0913 - a keyword for each choice of the user
         exact: Give every weight the values that the producer's own code gives it, rounded as it
             rounds them. False multiplies unrounded where the model's dtype is wider, as
             transformers does: float32 and float16 models of bfloat16 scales then have kernels.
+        fast_paths: Run gated linear units and RMS norms in fewer passes over memory. None takes the
+            ways that give the bits of the model's own code, True also those that differ by
+            rounding, False none; see `explain_fast_paths` in `layers/fast_paths.py`.
         parallel: This process among those that share the model, from `Parallel.from_environment`
             in a process of `torchrun`; every process calls `load`, and gets the same results from
             its model. None is one process.
@@ -94,6 +98,7 @@ def load(  # noqa: PLR0913 - a keyword for each choice of the user
         fuse=fuse,
         quantize_inputs=quantize_inputs,
         exact=exact,
+        fast_paths=fast_paths,
         parallel=parallel,
         progress=progress,
         trust_remote_code=trust_remote_code,
@@ -108,12 +113,14 @@ def load_model(  # noqa: PLR0913 - as `load`
     fuse: bool = True,
     quantize_inputs: bool = True,
     exact: bool = True,
+    fast_paths: bool | None = None,
     parallel: Parallel | None = None,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load an opened checkpoint: build, probe, replace layers, stream weights; see `load`."""
     from quantload.layers import meta_model, preparation, surgery  # transformers: seconds to import
+    from quantload.layers.fast_paths import use_fast_paths
 
     config, folder = source.checkpoint.config, source.checkpoint.folder
     if reason := missing_layers(config, source.checkpoint.tensors):
@@ -155,7 +162,10 @@ def load_model(  # noqa: PLR0913 - as `load`
         share=RankShare(prepared.parts, prepared.elsewhere),
         progress=progress,
     )
-    return surgery.finish(model, device, untied=done.untied)
+    finished = surgery.finish(model, device, untied=done.untied)
+    if fast_paths is not False:
+        use_fast_paths(finished, dtype=dtype, exact=not fast_paths)
+    return finished
 
 
 def explain(model: PreTrainedModel) -> list[LinearReport]:

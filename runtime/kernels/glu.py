@@ -1,0 +1,112 @@
+"""Gated linear units in one pass: y = round(round(act(gate)) * up), as torch's two kernels round.
+
+The activation is computed in float32, with the functions that torch's CUDA kernels call, and
+rounded to the dtype of its input; the product of two such values is exact in float32 for bfloat16
+and float16, and rounded once. So for these dtypes the result has torch's bits if the activation
+has, which `is_exact` proves by trying all 65536 inputs on the device.
+
+Grid: (ceil(I / BLOCK), M). Masked: columns past I. Limit: memory.
+
+Letters: M tokens, I width of gate and up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from triton.language.extra import libdevice
+
+__all__ = ["ACTIVATIONS", "glu", "is_exact"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+_BLOCK = 1024
+_HALF = (torch.bfloat16, torch.float16)
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return act(gate) * up.
+
+    Args:
+        gate: [..., I] bfloat16, float16 or float32; rows may be parts of wider ones.
+        up: The same shape and dtype.
+        activation: A name in `ACTIVATIONS`.
+
+    Returns:
+        [..., I], contiguous.
+    """
+    assert gate.dtype == up.dtype, f"gate of {gate.dtype}, up of {up.dtype}"
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    width = gate.shape[-1]
+    gate, up = (x.reshape(-1, width) for x in (gate, up))  # slices of one product stay views
+    gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
+    tokens = gate.shape[0]
+    with torch.cuda.device_of(gate):
+        if out.numel():
+            # tokens along the axis of the grid that may be long
+            _glu_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+                gate, up, out, width, gate.stride(0), up.stride(0),
+                ACT=activation, BLOCK=_BLOCK, INTERPRETED=_INTERPRETED,
+            )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _glu_kernel(
+    gate, up, out, width, gate_stride, up_stride,
+    ACT: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    stored = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
+    x = stored.to(tl.float32)
+    if ACT == "silu":
+        # NOTE: the interpreter has no device library; there the bits are those of numpy
+        power = tl.exp(-x) if INTERPRETED else libdevice.exp(-x)
+        y = x / (1.0 + power) if INTERPRETED else libdevice.div_rn(x, 1.0 + power)
+    elif ACT == "gelu":
+        part = x * 0.70710678118654752440
+        y = x * 0.5 * (1.0 + (tl.erf(part) if INTERPRETED else libdevice.erf(part)))
+    elif ACT == "gelu_tanh":
+        inner = 0.79788456080286535588 * (x + 0.044715 * (x * x * x))
+        power = tl.exp(-2.0 * tl.abs(inner)) if INTERPRETED else 0.0
+        size = (1.0 - power) / (1.0 + power) if INTERPRETED else 0.0
+        sign = tl.where(inner < 0.0, -1.0, 1.0)
+        y = 0.5 * x * (1.0 + (sign * size if INTERPRETED else libdevice.tanh(inner)))
+    else:
+        y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+    y = y.to(stored.dtype).to(tl.float32)
+    y = y * tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, y.to(out.dtype.element_ty), mask=inside)
+
+
+@functools.cache
+def is_exact(activation: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """True if the kernel gives the bits of torch's two operations on `device`, whatever the input.
+
+    Args:
+        activation: A name in `ACTIVATIONS`.
+        dtype: bfloat16 or float16; float32 has too many values to try, and is never exact.
+        device: A CUDA device.
+    """
+    if dtype not in _HALF:
+        return False
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device=device).to(torch.int16)
+    gate = bits.view(dtype).view(64, -1)
+    expected = ACTIVATIONS[activation](gate)
+    found = glu(gate, torch.ones_like(gate), activation)
+    nan = expected.isnan()
+    same = (expected.view(torch.int16) == found.view(torch.int16)) | nan
+    return bool(same.all()) and torch.equal(nan, found.isnan())
