@@ -38,13 +38,12 @@ def mapper_of(model: PreTrainedModel, names: Collection[str] = ()) -> WeightMapp
         names: Names of all tensors of the checkpoint: a few architectures have layouts that only
             differ in which names are there at all.
     """
-    base = model.base_model_prefix
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     _see_all(renamings, names)
     return WeightMapper(
         leaves_of(model),
-        base_prefix=base if base in dict(model.named_children()) else "",
+        base_prefix=model.base_model_prefix,
         rules=NameRules(renamings=[_renaming(transform) for transform in renamings]),
         convert=_conversion(
             [t for t in transforms if isinstance(t, WeightConverter)],

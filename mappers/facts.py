@@ -69,8 +69,9 @@ _HEADS = {"lm_head", "embed_out", "output_layer"}
 _INPUT_FIRST_MODELS = {"clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
 _INPUT_FIRST_NAMES = {"c_attn", "c_fc", "c_proj", "q_attn"}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-# An attention block and an MLP block count as two layers, which lie together in some files.
-_COUNT_BLOCKS = {"dory"}
+# Models whose config counts what is run, not what is stored: attention and MLP blocks that lie
+# together in some files (dory), layers that run several times (hrm_text).
+_COUNT_RUNS = {"dory", "hrm_text"}
 _PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "n_predict")
 _EXPERT = re.compile(r"(?P<block>.*\.experts)\.\d+\.(?P<projection>[^.]+)")
 
@@ -118,7 +119,7 @@ def missing_layers(config: Mapping[str, object], tensor_names: Iterable[str]) ->
     text = config.get("text_config")
     holder = text if isinstance(text, Mapping) else config
     expected = holder.get("num_hidden_layers")
-    if holder.get("model_type") in _COUNT_BLOCKS:
+    if holder.get("model_type") in _COUNT_RUNS:
         return ""
     numbers = [int(m[1]) for name in tensor_names if (m := _LAYER.search(name))]
     if not isinstance(expected, int) or not numbers or max(numbers) + 1 >= expected:

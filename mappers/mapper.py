@@ -78,7 +78,8 @@ class WeightMapper:
     Args:
         modules: Leaves (parameters and persistent buffers of its own) of each module, by dotted
             path, as the model is built: before members of stacks are replaced.
-        base_prefix: Attribute that holds the base model ("model", "transformer"), or "".
+        base_prefix: Attribute that holds the base model ("model", "transformer") in models with a
+            head; "" for none.
         rules: What the model's author says of names; applied first.
         convert: What the architecture makes of a name after that.
         stacks: Fused members: {member path: (stack path, slot)}.
