@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from quantload.accuracy.config_check import config_differences
-from quantload.accuracy.weight_check import WeightCheck, WeightChecker, sqnr_floor_db
+from quantload.accuracy.weight_check import WeightCheck, WeightChecker
 from quantload.accuracy.weight_comparer import WeightComparer, difference
 from quantload.errors import QuantloadError, listed
 from quantload.loader.checkpoint import files_kept_open
@@ -30,6 +30,7 @@ from quantload.loader.workers import Resources, work_through
 from quantload.mappers.facts import facts_from_names
 from quantload.progress import Progress
 from quantload.quant.metrics import ErrorSums
+from quantload.quant.noise_limits import sqnr_floor_db
 from quantload.quant.qtensor import QuantTensor
 
 _CHUNKS = 6  # of rows that are in work: both sides, their difference, and what is quantized again

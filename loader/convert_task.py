@@ -7,7 +7,6 @@ quantized at once.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
@@ -18,15 +17,13 @@ from quantload.loader.casting import cast, refuse_rounding
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.checksum import WORD
 from quantload.loader.formats.compressed_tensors_lossless import encode_lossless
+from quantload.loader.lost_scales import LostScales
 from quantload.loader.output_files import Leaf, OutputTensor
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.tasks import Task
 from quantload.loader.weight_rows import WeightRows
 from quantload.loader.writer import OutputFiles
 from quantload.quant.qtensor import QuantTensor
-from quantload.quant.rtn import as_blocks
-
-_log = logging.getLogger("quantload")
 
 
 @dataclass
@@ -122,14 +119,14 @@ class TaskRunner:
         if row.keeps_values:
             self._write_leaves(row, _same_values(self.plan, row), first_row=0)
             return
-        lost = 0
+        nearest = self.plan.options.observer == "minmax"
+        lost = LostScales(row, nearest=nearest, shares=shared is not None)
         for start, weight in self.weights.rows(row, step=self.weights.step_of(row)):
             quantized = self.weights.quantize(weight, row, shared)
-            if shared is None:  # else a part may be small beside what it shares its scale with
-                lost += _lost_groups(weight, quantized)
+            lost.see(weight, quantized)
             leaves = self.plan.target.encode(quantized, row.scheme, _matrix_shape(row))
             self._write_leaves(row, leaves, first_row=start)
-        _tell_lost_groups(lost, row)
+        lost.end()
 
     def _write_leaves(self, row: PlanRow, leaves: dict[str, Tensor], *, first_row: int) -> None:
         """Write the leaves of some rows of a weight; those that are the same for all only once."""
@@ -168,32 +165,3 @@ def _same_values(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
             f"values: {error.message}",
             hint=f"dequantize it with the rule `{row.module} = dense`",
         ) from error
-
-
-def _lost_groups(weight: Tensor, quantized: QuantTensor) -> int:
-    """Count groups that are zeros only because the dtype of the scales has no scale for them.
-
-    Args:
-        weight: [N, K], what was quantized.
-        quantized: What became of it.
-    """
-    if not quantized.scale.dtype.is_floating_point or quantized.scale.dtype.itemsize < 2:
-        return 0
-    eps = torch.finfo(quantized.scale.dtype).eps
-    place = (quantized.scale == eps).nonzero(as_tuple=True)  # stands in for a scale of zero
-    if not place[0].numel():
-        return 0
-    blocks = as_blocks(weight, quantized.block).transpose(1, 2)[place]
-    largest = blocks.abs().amax(dim=(1, 2))
-    return int(((largest > 0) & (largest < eps / 2)).sum())
-
-
-def _tell_lost_groups(lost: int, row: PlanRow) -> None:
-    if lost:
-        _log.warning(
-            "%d group%s of `%s` become zeros: their scale is below what `%s` holds",
-            lost,
-            "s" if lost > 1 else "",
-            row.module,
-            row.dtype,
-        )

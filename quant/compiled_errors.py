@@ -1,6 +1,6 @@
 """Errors of a quantized weight in units of its steps, measured in one compiled pass.
 
-`accuracy/measure.py` says what is measured and why; this is the same arithmetic, in float64,
+`quant/measure.py` says what is measured and why; this is the same arithmetic, in float64,
 without temporaries of the weight. bfloat16 comes as its bits, uint16.
 """
 

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantload.accuracy.steps import code_table, half_ulp, scale_sizes, scale_slack
 from quantload.quant import compiled
 from quantload.quant.grid import INT8, Grid
 from quantload.quant.metrics import ErrorSums
 from quantload.quant.qtensor import Evaluation, QuantTensor
+from quantload.quant.steps import code_table, half_ulp, scale_sizes, scale_slack
 
 _EXACT = (torch.bfloat16, torch.float16, torch.float32)  # what float32 holds
 

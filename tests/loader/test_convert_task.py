@@ -9,7 +9,7 @@ from converting import plan_of
 from safetensors.torch import load_file
 
 from quantload.errors import CheckpointError, NonFiniteWeight, NotLossless, OutputError
-from quantload.loader import convert_task, row_reader
+from quantload.loader import lost_scales, row_reader
 from quantload.loader.convert import run_plan
 from quantload.loader.formats.targets import TARGETS, target_named
 from quantload.loader.plan_row import SourceRegion
@@ -314,8 +314,8 @@ def test_groups_that_become_zeros_are_told(rows):
     weight[0, :32] = 1.2e-7  # max / 7.5 is zero in float16
     quantized = quantize_rtn(weight, parse_scheme("W4A16:g32").weight)
     assert float(quantized.scale[0, 0]) == torch.finfo(torch.float16).eps
-    assert convert_task._lost_groups(weight, quantized) == 1
+    assert lost_scales._lost_groups(weight, quantized) == 1
     weight[0, :32] = 7.5 * torch.finfo(torch.float16).eps  # a scale of eps that is its own
     quantized = quantize_rtn(weight, parse_scheme("W4A16:g32").weight)
     assert float(quantized.scale[0, 0]) == torch.finfo(torch.float16).eps
-    assert convert_task._lost_groups(weight, quantized) == 0
+    assert lost_scales._lost_groups(weight, quantized) == 0

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantload.accuracy import measure as module
-from quantload.accuracy.steps import code_table
 from quantload.quant import compiled
+from quantload.quant import measure as module
 from quantload.quant.grid import E2M1, E4M3, INT4, INT8
 from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import parse_scheme
+from quantload.quant.steps import code_table
 
 SCHEMES = [
     *("W4A16:g32", "W4A16_ASYM:g32", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "FP8"),
