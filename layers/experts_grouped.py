@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -49,7 +49,7 @@ class Groups:
             self._counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         return self._counts
 
-    @property
+    @cached_property
     def ends(self) -> Tensor:
         """[E] int32: where the rows of each expert end."""
         numbers = torch.arange(self.experts, device=self.ids.device)
