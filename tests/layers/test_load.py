@@ -216,7 +216,8 @@ def test_members_still_show_their_weight() -> None:
         assert torch.equal(layer.weight, weight.dequantize())
 
 
-def test_quantized_embedding_becomes_dense() -> None:
+def quantized_embedding() -> FakeModel:
+    """A tied model whose embedding, which scales its rows, is quantized."""
     fake = quantized_model("gemma2")
     scheme, _ = fake.quantized["model.layers.0.mlp.up_proj"]
     assert scheme.weight is not None
@@ -224,6 +225,13 @@ def test_quantized_embedding_becomes_dense() -> None:
     fake.quantized["model.embed_tokens"] = (scheme, weight)
     with torch.no_grad():
         fake.model.get_input_embeddings().weight.copy_(weight.dequantize())
+    return fake
+
+
+def test_quantized_embedding_stays_quantized_and_tied() -> None:
+    fake = quantized_embedding()
     model = load(fake)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.gemm is model.model.embed_tokens.table
     assert close(logits(model), logits(fake.model))
+    held = sum(buffer.nbytes for buffer in model.model.embed_tokens.buffers())
+    assert held < fake.quantized["model.embed_tokens"][1].codes.numel()  # 4 bits a code, scales
