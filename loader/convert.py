@@ -97,6 +97,7 @@ def _work(
     share = share_of(tasks_of(plan), ranks.rank, ranks.size)
 
     def do(runner: TaskRunner, task: Task) -> None:
+        ranks.look_around()
         if task.number not in noted or noted[task.number] != _checksum(files, task):
             staging.note(task.number, runner.run(task))
 

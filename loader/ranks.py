@@ -1,16 +1,19 @@
 """The processes that write one output together, as `torchrun` starts them.
 
 Each makes the same plan, takes its share of the tasks and writes to the same files on a shared
-disk; the first prepares and ends. They only tell each other that they are ready, or have failed.
+disk; the first prepares and ends. They only tell each other that they are ready, or have failed:
+one that fails leaves a note in the store that connected them, at which the others look between
+tasks.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -22,6 +25,20 @@ _log = logging.getLogger("quantload")
 _AGAIN = "run the same command again: it continues where this one ended"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FOREVER = timedelta(days=7)  # a rank may have far more to do than another
+_FAILED = "quantload/failed"
+_LOOK_EVERY = 0.5  # seconds
+
+
+class _OtherFailedError(Exception):
+    """Another process has failed; what with, is exchanged afterwards."""
+
+
+@dataclass
+class _Notes:
+    """The store that connects the processes, and when this one looked into it last."""
+
+    store: dist.Store | None = None
+    looked: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,7 @@ class Ranks:
     size: int = 1
     here: int = 1
     local: int = 0
+    _notes: _Notes = field(default_factory=_Notes, repr=False, compare=False)
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -71,28 +89,56 @@ class Ranks:
             yield
             return
         try:
-            dist.init_process_group("gloo", timeout=_FOREVER)
+            store, rank, size = next(dist.rendezvous("env://", timeout=_FOREVER))
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=_FOREVER
+            )
         except (RuntimeError, ValueError) as error:
             raise WorkerError(
                 f"{self.size} processes cannot be connected: {_first_line(error)}",
                 hint="start them with `torchrun`",
             ) from error
+        self._notes.store = store
         try:
             yield
         except WorkerError:
             raise
+        except _OtherFailedError as stopped:
+            self.wait()  # raises what the other failed with
+            raise WorkerError("another process failed", hint=_AGAIN) from stopped
         except BaseException as error:
             self._tell_error(error)
             raise
         finally:
+            self._notes.store = None
             dist.destroy_process_group()
 
-    def _tell_error(self, error: BaseException) -> None:
-        """Tell the others, who learn of it when they wait."""
+    def look_around(self) -> None:
+        """Stop this process if another has failed; to be called between tasks, in any thread.
+
+        `together` then raises the WorkerError that says what the other failed with.
+        """
+        notes, now = self._notes, time.monotonic()
+        if notes.store is None or now - notes.looked < _LOOK_EVERY:
+            return
+        notes.looked = now
         try:
+            has_failed = notes.store.check([_FAILED])
+        except RuntimeError as error:  # the process that keeps the store is gone
+            raise WorkerError(
+                f"another process is gone: {_first_line(error)}", hint=_AGAIN
+            ) from error
+        if has_failed:
+            raise _OtherFailedError
+
+    def _tell_error(self, error: BaseException) -> None:
+        """Tell the others, who learn of it when they look around, or wait."""
+        try:
+            if self._notes.store is not None:
+                self._notes.store.set(_FAILED, str(self.rank))
             _exchange(_Problem(str(error) or type(error).__name__, is_certain(error)))
-        except WorkerError as gone:  # the error of this process is the one to be seen
-            _log.warning("%s", gone.message)
+        except (WorkerError, RuntimeError) as gone:  # the error of this process is to be seen
+            _log.warning("%s", _first_line(gone))
 
     def wait(self) -> None:
         """Wait for all processes.

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from quantload.loader.convert import run_plan
 from quantload.loader.convert_task import TaskRunner
 from quantload.loader.ranks import Ranks
 from quantload.loader.staging import Staging
+from quantload.loader.tasks import share_of, tasks_of
 from quantload.loader.workers import Resources
 from quantload.progress import Silent
 
@@ -152,6 +154,25 @@ def test_an_error_of_one_process_is_told_by_all(tmp_path, source, whole):
     ended = _start(source, tmp_path / "out")
     assert all(status == 0 for status, _ in ended), ended
     assert _hashes(tmp_path / "out") == whole
+
+
+def _take_long():
+    run = TaskRunner.run
+
+    def slow(runner, task):
+        time.sleep(0.6)  # longer than a process waits between two looks at the others
+        return run(runner, task)
+
+    TaskRunner.run = slow
+
+
+def test_an_error_of_one_process_stops_the_others_soon(tmp_path, source):
+    ended = _start(source, tmp_path / "out", before={0: _take_long, 1: _fail_to_read})
+    assert [status for status, _ in ended] == [2, 2]
+    assert "error: process 1 failed: cannot read" in ended[0][1]
+    share = share_of(tasks_of(plan_of(source, "NVFP4A16", max_shard_bytes=30_000)), 0, 2)
+    done = (tmp_path / ".out.unfinished" / "done-0").read_text().splitlines()
+    assert len(done) <= 4 < len(share)  # two threads, which look before each task
 
 
 def _as_float16():
