@@ -105,14 +105,14 @@ class _Growing:
 
     def catch_up(self) -> None:
         """Hash what is ready, and give the file free; who calls has claimed it."""
-        descriptor = self._files.descriptor(self.file.name)
-        while True:
-            with self._lock:
-                many = min(_PIECE, self._ready - self._hashed)
-                if not many:
-                    self._is_claimed = False
-                    return
-            self._hash(descriptor, many)
+        with self._files.opened(self.file.name) as descriptor:
+            while True:
+                with self._lock:
+                    many = min(_PIECE, self._ready - self._hashed)
+                    if not many:
+                        self._is_claimed = False
+                        return
+                self._hash(descriptor, many)
 
     def _hash(self, descriptor: int, many: int) -> None:
         try:

@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,19 @@ from quantload.loader.output_files import OutputFile, OutputTensor
 from quantload.loader.staging import output_error
 
 _PIECE = 1 << 22  # bytes that are read at a time to compute a checksum
+_MOST_OPEN = 64  # files; more only while that many threads write to as many of them
+
+
+@dataclass
+class _Open:
+    """An open file, and how many threads use it."""
+
+    descriptor: int
+    users: int = 0
 
 
 class OutputFiles:
-    """The weight files of one output.
+    """The weight files of one output; some of them are open at a time.
 
     Args:
         folder: Where they are; exists.
@@ -36,7 +47,7 @@ class OutputFiles:
         self.final = final
         self.all = files
         self._place = {name: file for file in files for name in file.tensors}
-        self._open: dict[str, int] = {}
+        self._open: dict[str, _Open] = {}  # those that were used last at the end
         self._opening = threading.Lock()
 
     def create(self) -> bool:
@@ -114,7 +125,8 @@ class OutputFiles:
         file = self._place[name]
         position = file.offsets[name] + start
         try:
-            _write_at(self.descriptor(file.name), data, position)
+            with self.opened(file.name) as descriptor:
+                _write_at(descriptor, data, position)
         except OSError as error:
             raise self._error(error) from error
         return sum_of_words(data, position)
@@ -126,7 +138,8 @@ class OutputFiles:
         total = 0
         try:
             while left:
-                data = os.pread(self.descriptor(file.name), min(left, _PIECE), position)
+                with self.opened(file.name) as descriptor:
+                    data = os.pread(descriptor, min(left, _PIECE), position)
                 if not data:
                     break
                 total += sum_of_words(memoryview(data), position)
@@ -156,16 +169,31 @@ class OutputFiles:
 
     def close(self) -> None:
         """Close every file."""
-        for descriptor in self._open.values():
-            os.close(descriptor)
+        for file in self._open.values():
+            os.close(file.descriptor)
         self._open.clear()
 
-    def descriptor(self, name: str) -> int:
-        """Return the descriptor of an open file."""
+    @contextmanager
+    def opened(self, name: str) -> Iterator[int]:
+        """Keep a file open while this is; gives its descriptor."""
         with self._opening:
-            if name not in self._open:
-                self._open[name] = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC)
-            return self._open[name]
+            file = self._open.pop(name, None)
+            if file is None:
+                self._close_idle(_MOST_OPEN - 1)
+                file = _Open(os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC))
+            self._open[name] = file
+            file.users += 1
+        try:
+            yield file.descriptor
+        finally:
+            with self._opening:
+                file.users -= 1
+
+    def _close_idle(self, most: int) -> None:
+        """Close files that nobody uses, those that were used first, until so many are open."""
+        idle = [name for name, file in self._open.items() if not file.users]
+        for name in idle[: max(0, len(self._open) - most)]:
+            os.close(self._open.pop(name).descriptor)
 
     def _error(self, error: OSError) -> OutputError:
         needed = sum(file.num_bytes for file in self.all)

@@ -4,12 +4,16 @@ import errno
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from quantload.errors import OutputError
+from quantload.loader import writer
 from quantload.loader.output_files import OutputTensor, assign_files
 from quantload.loader.writer import OutputFiles
 
@@ -193,3 +197,27 @@ def test_the_checksum_of_parts_adds_up_to_that_of_the_file(new):
     assert files.checksum_of("c") == files.write("c", TENSORS["c"]) == 0
     (files.folder / "model.safetensors").write_bytes(b"")
     assert files.checksum_of("a") == 0
+
+
+def test_few_of_many_files_are_open_at_a_time(new, monkeypatch):
+    monkeypatch.setattr(writer, "_MOST_OPEN", 3)
+    tensors = {f"t{number}": torch.full((4,), float(number)) for number in range(40)}
+    files = new(tensors, max_bytes=16)
+    assert len(files.all) == 40
+    files.create()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    most = []
+
+    def write(name):
+        files.write(name, tensors[name])
+        files.checksum_of(name)
+        most.append(len(list(Path("/proc/self/fd").iterdir())) - before)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, [*tensors, *reversed(tensors)]))
+    assert 3 <= max(most) <= 8
+    with files.opened(files.all[0].name) as one, ExitStack() as others:
+        for file in files.all[1:9]:
+            others.enter_context(files.opened(file.name))
+        assert os.fstat(one).st_size == files.all[0].num_bytes
+    assert _is_what_was_written(files.folder, tensors)
