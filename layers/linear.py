@@ -74,6 +74,8 @@ class QuantLinear(nn.Module):
 
     gemm: nn.Module
     bias: Tensor | None
+    # takes the largest over the ranks that hold the other columns, where there are some
+    exchange_max: Callable[[Tensor], Tensor] | None = None
 
     def __init__(
         self,
@@ -197,18 +199,28 @@ class QuantLinear(nn.Module):
             input, static = replace(input, dynamic=True), False  # type: ignore[type-var]
             note = "the checkpoint has no scale for its static input: quantized dynamically"
         bare = replace(weight, inner=None, input_scale=None, input_zero=None)
-        shared = None if static or input is None else self._shared_rounding(input)
-        kernel_input = None if static or shared is not None else input
-        choice = choose(bare, kernel_input, device=device, dtype=self.dtype)
-        self.kernel = KernelReport(choice.kernel.name, choice.refused, note)
-        gemm = choice.kernel.pack(bare, kernel_input, device=device, dtype=self.dtype)
+        gemm = self._gemm(bare, None if static else input, device, note)
         if static and input is not None:
             gemm = with_static_input(gemm, weight, input, device)
-        elif shared is not None:
-            gemm = RoundedInput(gemm, shared)
         if weight.inner is None:
             return gemm
         return ScaledInput(gemm, weight.inner.to(device), weight.evaluation.inner)
+
+    def _gemm(
+        self, weight: QuantTensor, input: InputScheme | None, device: torch.device, note: str
+    ) -> nn.Module:
+        """Pack a weight whose input is rounded dynamically, or not at all."""
+        shared = None if input is None else self._shared_rounding(input)
+        choice = choose(weight, input, device=device, dtype=self.dtype)
+        gemm = choice.kernel.pack(weight, input, device=device, dtype=self.dtype)
+        if shared is not None and self.exchange_max is not None and hasattr(gemm, "exchange_max"):
+            gemm.exchange_max = self.exchange_max  # the kernel itself can round as one process does
+        elif shared is not None:
+            choice = choose(weight, None, device=device, dtype=self.dtype)
+            gemm = choice.kernel.pack(weight, None, device=device, dtype=self.dtype)
+            gemm = RoundedInput(gemm, shared)
+        self.kernel = KernelReport(choice.kernel.name, choice.refused, note)
+        return gemm
 
     def _shared_rounding(self, input: InputScheme) -> Callable[[Tensor], Tensor] | None:
         """Return what rounds x where other ranks hold its other columns; None: the kernel does."""

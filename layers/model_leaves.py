@@ -40,14 +40,16 @@ def mapper_by_hand(model: nn.Module) -> WeightMapper:
     """Return the mapper to a model that is written by hand.
 
     Its names are those of its modules; the class attribute `name_rules`, if it has one, turns
-    checkpoint names into these.
+    checkpoint names into these. With `base_model_prefix`, the name of the module that holds all but
+    the head, names may have it in front or not, as base models are saved without it.
     """
     rules = getattr(model, "name_rules", None)
     if rules is not None and not isinstance(rules, NameRules):
         raise TypeError(
             f"`{type(model).__name__}.name_rules` is a `{type(rules).__name__}`, expected NameRules"
         )
-    return WeightMapper(leaves_of(model), rules=rules)
+    base = getattr(model, "base_model_prefix", "")
+    return WeightMapper(leaves_of(model), base_prefix=base, rules=rules)
 
 
 __all__ = ["leaves_of", "mapper_by_hand"]

@@ -160,6 +160,8 @@ class RowParallelLinear(QuantLinear):
             cut=Cut(in_features, (out_features,), (region,)),
         )
         self.parallel, self.columns = parallel, columns
+        if parallel.tp_size > 1:
+            self.exchange_max = parallel.all_reduce_max
         self.input_is_parallel, self.reduce_results = input_is_parallel, reduce_results
 
     def region(self, leaf: str, slot: int) -> Region | None:
@@ -176,13 +178,13 @@ class RowParallelLinear(QuantLinear):
         return self.parallel.all_reduce(y) if self.reduce_results else y
 
     def _shared_rounding(self, input: InputScheme) -> Callable[[Tensor], Tensor] | None:
-        if self.parallel.tp_size == 1:
+        if self.exchange_max is None:
             return None
         return partial(
             fake_quantize_columns,
             scheme=input,
             columns=(self.columns[0], self.cut.in_features),
-            exchange_max=self.parallel.all_reduce_max,
+            exchange_max=self.exchange_max,
         )
 
 

@@ -207,12 +207,28 @@ def with_input_scale(tensor: QuantTensor, scheme: InputScheme, absmax: float) ->
     )
 
 
-def token_codes(x: Tensor, scheme: InputScheme) -> tuple[Tensor, Tensor]:
-    """Quantize [M, K] per token; return codes [M, K] and scales [M, 1] in x's dtype."""
+def token_codes(
+    x: Tensor, scheme: InputScheme, *, exchange_max: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantize [M, K] per token; return codes [M, K] and scales [M, 1] in x's dtype.
+
+    Args:
+        x: [M, K] float dtype; with `exchange_max` the columns of this process.
+        scheme: Symmetric, a scale a token.
+        exchange_max: Takes the largest of each element over the processes with other columns.
+    """
     assert scheme.granularity == "token", f"per-token codes of a {scheme.granularity} scheme"
     assert scheme.symmetric, "per-token codes come without zero points"
-    quantized = round_to_nearest(x, _as_weight_scheme(scheme))
-    return quantized.codes, quantized.scale
+    if not len(x):  # nothing to reduce, and nothing to tell other processes
+        return torch.empty_like(x, dtype=scheme.grid.storage), x.new_ones(0, 1)
+    if exchange_max is None:
+        quantized = round_to_nearest(x, _as_weight_scheme(scheme))
+        return quantized.codes, quantized.scale
+    reached = exchange_max(x.detach().abs().amax(dim=1, keepdim=True))
+    scale, _ = minmax_scale(-reached, reached, scheme.grid, symmetric=True)
+    blocks = as_blocks(x.detach(), (1, x.shape[1]))
+    codes = scheme.grid.round(scaled_blocks(blocks, scale, None, scheme.grid))
+    return codes.flatten(2).flatten(0, 1), scale
 
 
 def _as_weight_scheme(scheme: InputScheme) -> WeightScheme:

@@ -11,6 +11,8 @@ dequantizing for more than one token, so that these rows serve bfloat16 only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -204,16 +206,18 @@ class CpuInt8Inputs:
 class _CpuInt8InputsLinear(nn.Module):
     codes: Tensor
     scale: Tensor
+    # set where other processes hold the other columns: see `token_codes`
+    exchange_max: Callable[[Tensor], Tensor] | None
 
     def __init__(self, weight: QuantTensor, input: InputScheme) -> None:
         super().__init__()
-        self.input = input
+        self.input, self.exchange_max = input, None
         self.register_buffer("codes", weight.codes.contiguous())
         self.register_buffer("scale", _row_scale(weight).float())
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        codes, scale = token_codes(rows, self.input)
+        codes, scale = token_codes(rows, self.input, exchange_max=self.exchange_max)
         sums = torch._int_mm(codes, self.codes.t())
         return _finished((sums.float() * scale.float() * self.scale).to(x.dtype), x, bias)
 

@@ -159,6 +159,8 @@ class LlamaForCausalLM(nn.Module):
         }
     )
 
+    base_model_prefix = "model"  # base models are saved without it
+
     def __init__(self, config: Any, *, parallel: Parallel, prefix: str = "") -> None:  # noqa: ANN401
         super().__init__()
         start = f"{prefix}." if prefix else ""

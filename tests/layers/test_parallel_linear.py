@@ -21,6 +21,7 @@ from quantload.layers.parallel_linear import (
 )
 from quantload.layers.stack import StackView
 from quantload.quant.region import WHOLE, Region
+from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import parse_scheme
 from quantload.runtime.parallel import Parallel
 
@@ -208,6 +209,25 @@ def test_scales_of_inputs_are_those_of_the_whole_input(columns: int, name: str) 
     for size in (2, 4, 8):
         for found in in_ranks(size, work):
             assert_close(found, alone)
+
+
+def test_kernels_that_round_serve_parts_of_rows_too() -> None:
+    """They do not round weights to bfloat16, as the reference does: ranks must not differ in it."""
+    made = {"bias": False, "scheme": parse_scheme("W8A8"), "dtype": torch.float32}
+    floats = torch.randn(16, 64).bfloat16()
+    weight, x = quantize_rtn(floats, parse_scheme("W8A8").weight), torch.randn(3, 64)
+    alone = fill(RowParallelLinear(64, 16, **made), {("weight", 0): weight})
+
+    def work(parallel: Parallel) -> tuple[torch.Tensor, torch.Tensor, str]:
+        layer = RowParallelLinear(64, 16, parallel=parallel, **made)
+        fill(layer, {("weight", 0): weight})
+        part = x[:, layer.columns[0] : layer.columns[1]]
+        return layer(part), layer(part[:0]), layer.kernel.name
+
+    for found, nothing, kernel in in_ranks(4, work):
+        assert kernel == alone.kernel.name == "torch int8 by int8 for CPU"
+        assert_close(found, alone(x), limit=1e-6)
+        assert nothing.shape == (0, 16)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "token"])
