@@ -64,7 +64,8 @@ class FusedExperts(nn.Module):
         activation: Maps the product of `up` [S, 2I or I] to [S, I].
         original: The module that it stands for: its submodules and other attributes stay there.
         parallel: This process among those that share the block.
-        mode: What each of them holds: a part of every expert, or whole experts.
+        mode: What each of them holds: a part of every expert, or whole experts; None is as
+            `parallel` says.
 
     Raises:
         ConfigError: There is not one column or expert for each process.
@@ -80,13 +81,14 @@ class FusedExperts(nn.Module):
         activation: Activation = silu_and_mul,
         original: nn.Module | None = None,
         parallel: Parallel | None = None,
-        mode: Mode = "tensor",
+        mode: Mode | None = None,
     ) -> None:
         super().__init__()
         self.layout, self.dtype, self.prefix = layout, dtype, prefix
         self.schemes = dict(schemes or {})
         self.activation = activation
-        self.parallel, self.mode = parallel or Parallel(), mode
+        self.parallel = parallel or Parallel()
+        self.mode: Mode = mode or ("expert" if self.parallel.expert_parallel else "tensor")
         self.choices: dict[str, GroupedChoice] = {}
         self.round_down: Activation | None = None
         self.__dict__["original"] = original  # not registered: its parameters are ours
@@ -94,7 +96,9 @@ class FusedExperts(nn.Module):
             self.add_module(name, child)
         self._received: dict[Key, QuantTensor | Tensor] = {}
         self._packed: dict[Key, ExpertLinear] = {}
-        what, length = ("experts", layout.experts) if mode == "expert" else ("columns", self._inner)
+        what, length = (
+            ("experts", layout.experts) if self.mode == "expert" else ("columns", self._inner)
+        )
         if length < self.parallel.tp_size:
             raise ConfigError(
                 f"{length} {what} of `{prefix}` cannot be shared by {self.parallel.tp_size} "

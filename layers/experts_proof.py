@@ -37,7 +37,7 @@ def fused_experts(
     dtype: torch.dtype,
     prefix: str,
     parallel: Parallel | None = None,
-    mode: Mode = "tensor",
+    mode: Mode | None = None,
 ) -> FusedExperts | str:
     """Return a layer that stands for a module that holds experts, or why there is none.
 

@@ -91,7 +91,7 @@ def replace_experts(
     *,
     dtype: torch.dtype,
     parallel: Parallel | None = None,
-    mode: Mode = "tensor",
+    mode: Mode | None = None,
 ) -> dict[str, str]:
     """Put our experts into the model.
 
@@ -103,7 +103,7 @@ def replace_experts(
         weights: The modules of the checkpoint by name.
         dtype: dtype of activations.
         parallel: This process among those that share the model.
-        mode: What each of them holds of a block: a part of every expert, or whole experts.
+        mode: What each of them holds of a block, see `FusedExperts`.
 
     Returns:
         Why blocks stay the model's own that should not: {path: reason}.

@@ -49,6 +49,8 @@ class Parallel:
         tp_group: Processes that share its layers; None if there are no others.
         pp_group: Processes with the same `tp_rank` in all stages, in order; None if there is one.
         device: Where this process computes; None leaves it to the caller.
+        expert_parallel: True if processes that share layers hold whole experts of a block, False if
+            each holds a part of every expert.
 
     Raises:
         ConfigError: A rank is not below its size.
@@ -61,6 +63,7 @@ class Parallel:
     tp_group: ProcessGroup | None = None
     pp_group: ProcessGroup | None = None
     device: torch.device | None = None
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp"):
@@ -78,6 +81,7 @@ class Parallel:
         pp: int = 1,
         *,
         device: str | torch.device | None = None,
+        expert_parallel: bool = False,
     ) -> Parallel:
         """Connect this process with the others that `torchrun` started, on one node or several.
 
@@ -89,6 +93,7 @@ class Parallel:
             pp: Stages.
             device: "cuda" (the GPU of this process's local rank), "cuda:1" or "cpu"; None takes
                 CUDA where there is one.
+            expert_parallel: As in the class.
 
         Returns:
             A single process, if `torchrun` did not start this one and no others are asked for.
@@ -113,6 +118,7 @@ class Parallel:
             tp_group=_group([[s * tp + t for t in range(tp)] for s in range(pp)], rank),
             pp_group=_group([[s * tp + t for s in range(pp)] for t in range(tp)], rank),
             device=place,
+            expert_parallel=expert_parallel,
         )
 
     # -- facts ---------------------------------------------------------------------------------

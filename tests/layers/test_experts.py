@@ -269,7 +269,8 @@ def test_regions():
     assert ours.region("down_proj", 0) == Region(columns=(INNER // 2, INNER))
     assert ours.elsewhere() == {("down_proj_bias", e) for e in range(E)}  # added by the first rank
     assert ours.has_input_first("down_proj_bias")
-    ours = layer_of(module_of("mixtral"), parallel=parallel, mode="expert")
+    ours = layer_of(module_of("mixtral"), parallel=replace(parallel, expert_parallel=True))
+    assert ours.mode == "expert"
     assert ours.elsewhere() == {
         *(("gate_up_proj", slot) for slot in range(4)),
         *(("down_proj", slot) for slot in range(2)),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from moe_models import IDS, MODELS, moe_checkpoint
+from thread_ranks import in_ranks
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from whole_weights import assert_close
@@ -51,6 +54,35 @@ def test_generate_gives_the_same_tokens(model_type):
     assert torch.equal(load(fake).generate(IDS, **options), fake.model.generate(IDS, **options))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "scheme"),
+    [("qwen3_moe", "dense"), ("deepseek_v3", "W4A16:g32"), ("gpt_oss", "FP8_DYNAMIC")],
+)
+def test_ranks_hold_whole_experts(model_type, scheme):
+    """Expert parallel, with inputs rounded: the rest of the model is cut as ever."""
+    source = moe_checkpoint(model_type, scheme).source
+    alone = load_model(source, device=CPU)
+    expected, whole = logits(alone), _bytes(alone)
+    one_at_a_time = threading.Lock()  # building patches torch
+
+    def work(parallel):
+        with one_at_a_time:
+            shared = replace(parallel, expert_parallel=True)
+            model = load_model(source, device=CPU, parallel=shared)
+        blocks = [m for m in model.modules() if isinstance(m, FusedExperts)]
+        assert blocks
+        assert all(len(block.experts) * 2 == block.layout.experts for block in blocks)
+        return model(IDS, use_cache=False).logits, _bytes(model)
+
+    for found, held in in_ranks(2, work):
+        assert_close(found, expected)
+        assert held < 0.75 * whole
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+
+
 def test_blocks_of_unlike_schemes():
     """One block quantized, the other not: each runs in its way, and explain says how."""
     fake = moe_checkpoint("qwen3_moe", "W4A16:g32", only="layers.1.")
@@ -73,7 +105,7 @@ def test_blocks_of_unlike_schemes():
 def test_holds_as_many_bytes_as_the_weights_have():
     fake = moe_checkpoint("mixtral", "W4A16:g32")
     model = load(fake)
-    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    held = _bytes(model)
     dense = sum(tensor.nbytes for tensor in fake.tensors.values())
     packed = sum(w.codes.numel() // 2 + w.scale.nbytes for _, w in fake.quantized.values())
     tables = sum(b.nbytes for n, b in model.named_buffers() if "inv_freq" in n)
