@@ -120,6 +120,7 @@ def load_model(  # noqa: PLR0913 - as `load`
 ) -> PreTrainedModel:
     """Load an opened checkpoint: build, probe, replace layers, stream weights; see `load`."""
     from quantload.layers import meta_model, preparation, surgery  # transformers: seconds to import
+    from quantload.layers.aux_hidden_states import offer_aux_hidden_states
     from quantload.layers.fast_paths import use_fast_paths
 
     config, folder = source.checkpoint.config, source.checkpoint.folder
@@ -165,6 +166,7 @@ def load_model(  # noqa: PLR0913 - as `load`
     finished = surgery.finish(model, device, untied=done.untied)
     if fast_paths is not False:
         use_fast_paths(finished, dtype=dtype, exact=not fast_paths)
+    offer_aux_hidden_states(finished, parallel)
     return finished
 
 

@@ -32,12 +32,13 @@ MAY_IMPORT = {
 }
 COMMAND_LINE = {  # one part, in several files
     *("cli", "cli_options", "cli_convert", "cli_plan", "cli_output", "cli_inspect", "cli_compare"),
-    "cli_doctor",
+    *("cli_doctor", "cli_model"),
 }
 PUBLIC = {"api", "api_load", "written_models"}  # what users call, in several files
 TRANSFORMERS = (
     "layers/attention.py",
     "layers/attention_proof.py",
+    "layers/aux_hidden_states.py",
     "layers/checkpoint_names.py",
     "layers/converters.py",
     "layers/meta_model.py",
@@ -107,7 +108,10 @@ OPTIONS = {
         *("model", "prompt", "--max-new-tokens", "--chat", "--sample", "--seed", "--device"),
         *("--dtype", "--trust-remote-code", "--quiet"),
     },
-    "inspect": {"source", "--all", "--json", "--check-tp", "--explain"},
+    "inspect": {
+        *("source", "--all", "--json", "--check-tp", "--explain", "--model", "--tp", "--pp"),
+        "--trust-remote-code",
+    },
     "schemes": set(),
     "verify": {"output", "--source", "--nearest", "--all", "--json", "--quiet"},
 }
