@@ -12,18 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantload.errors import NotLossless
 from quantload.loader.casting import cast, refuse_rounding
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.checksum import WORD
-from quantload.loader.formats.compressed_tensors_lossless import encode_lossless
-from quantload.loader.lost_scales import LostScales
-from quantload.loader.output_files import Leaf, OutputTensor
+from quantload.loader.encoded_rows import encoded_rows
+from quantload.loader.output_files import OutputTensor
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.tasks import Task
 from quantload.loader.weight_rows import WeightRows
 from quantload.loader.writer import OutputFiles
-from quantload.quant.qtensor import QuantTensor
 
 
 @dataclass
@@ -116,52 +113,5 @@ class TaskRunner:
         if row.scheme is None:
             self._keep(row)
             return
-        if row.keeps_values:
-            self._write_leaves(row, _same_values(self.plan, row), first_row=0)
-            return
-        nearest = self.plan.options.observer == "minmax"
-        lost = LostScales(row, nearest=nearest, shares=shared is not None)
-        for start, weight in self.weights.rows(row, step=self.weights.step_of(row)):
-            quantized = self.weights.quantize(weight, row, shared)
-            lost.see(weight, quantized)
-            leaves = self.plan.target.encode(quantized, row.scheme, _matrix_shape(row))
-            self._write_leaves(row, leaves, first_row=start)
-        lost.end()
-
-    def _write_leaves(self, row: PlanRow, leaves: dict[str, Tensor], *, first_row: int) -> None:
-        """Write the leaves of some rows of a weight; those that are the same for all only once."""
-        planned = {output.name: output.shape for output in row.outputs}
-        before = self._layout(row, first_row) if first_row else {}
-        for leaf, part in leaves.items():
-            name = f"{row.module}.{leaf}"
-            if not first_row:
-                self._write(name, part)
-            elif tuple(part.shape) != planned[name]:
-                self._write(name, part, first_row=before[leaf].shape[0])
-
-    def _layout(self, row: PlanRow, rows: int) -> dict[str, Leaf]:
-        """Return the tensors that the first rows of a weight fill."""
-        assert row.scheme is not None, "full precision has no leaves"
-        return self.plan.target.layout(row.scheme, (rows, _matrix_shape(row)[1]), row.dtype)
-
-
-def _matrix_shape(row: PlanRow) -> tuple[int, int]:
-    rows, columns = row.shape
-    return rows, columns
-
-
-def _same_values(plan: Plan, row: PlanRow) -> dict[str, Tensor]:
-    """Encode what the source holds, code for code."""
-    assert row.scheme is not None, "only quantized weights keep their codes"
-    weight = plan.source.read_weight(row.read_from)
-    planned = {o.name.removeprefix(f"{row.module}."): Leaf(o.dtype, o.shape) for o in row.outputs}
-    try:
-        if not isinstance(weight, QuantTensor):
-            raise NotLossless("its format decodes it to floats")
-        return encode_lossless(weight, row.scheme, planned)
-    except NotLossless as error:
-        raise NotLossless(
-            f"`{row.module}` ({row.source}) cannot be written as {row.scheme} with the same "
-            f"values: {error.message}",
-            hint=f"dequantize it with the rule `{row.module} = dense`",
-        ) from error
+        for leaf, part, first_row in encoded_rows(self.weights, row, shared):
+            self._write(f"{row.module}.{leaf}", part, first_row=first_row)
