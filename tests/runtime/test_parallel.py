@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from exchanges import assert_adds_in_float32, assert_exchanges_tensors, assert_passes_on
 from gloo_ranks import run_in_processes
 
-from quantload.errors import ConfigError, ModelError
+from quantload.errors import ConfigError
 from quantload.runtime.parallel import Parallel
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -28,10 +29,10 @@ def _four() -> None:
         assert parallel.rank == dist.get_rank()
         assert parallel.device == torch.device("cpu")
         with torch.inference_mode():
-            _tensors(parallel)
+            assert_exchanges_tensors(parallel)
         with torch.no_grad():
-            _tensors(parallel)
-            _stages(parallel)
+            assert_adds_in_float32(parallel)
+            assert_passes_on(parallel)
         assert parallel.exchange({"rank": parallel.rank}) == [{"rank": r} for r in range(4)]
     with pytest.raises(ConfigError, match="the process group uses `gloo`, expected `nccl`"):
         _with_group_for_cuda()
@@ -41,52 +42,6 @@ def _with_group_for_cuda() -> None:
     from quantload.runtime import parallel
 
     parallel._connect(torch.device("cuda", 0))
-
-
-def _tensors(parallel: Parallel) -> None:
-    t, n = parallel.tp_rank, parallel.tp_size
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
-        x = torch.arange(6, dtype=dtype).reshape(2, 3) + 10 * t
-        total = torch.arange(6).reshape(2, 3) * n + 10 * sum(range(n))
-        assert parallel.all_reduce(x.clone()).tolist() == total.tolist()
-        assert parallel.all_reduce(x.t().clone().t()).tolist() == total.tolist()
-        turned = torch.arange(6).reshape(2, 3).t()
-        assert parallel.all_reduce(x.t()).tolist() == (turned * n + 10 * sum(range(n))).tolist()
-        x = torch.arange(6, dtype=dtype).reshape(2, 3) + 10 * t
-        highest = torch.arange(6).reshape(2, 3) + 10 * (n - 1)
-        assert parallel.all_reduce_max(x.clone()).tolist() == highest.tolist()
-        for dim in (0, 1, -1, -2):
-            parts = [torch.arange(6, dtype=dtype).reshape(2, 3) + 10 * r for r in range(n)]
-            found = parallel.all_gather(x, dim)
-            assert found.dtype == dtype
-            assert torch.equal(found, torch.cat(parts, dim))
-    # narrow floats are added in float32: 256 + 1 + 1 + 1 is 256 step by step in bfloat16
-    x = torch.tensor([256.0 if t == 0 else 1.0], dtype=torch.bfloat16)
-    assert parallel.all_reduce(x).item() == torch.tensor(255.0 + n).bfloat16().item()
-
-
-def _stages(parallel: Parallel) -> None:
-    p, n = parallel.pp_rank, parallel.pp_size
-    assert parallel.is_first_stage == (p == 0)
-    assert parallel.is_last_stage == (p == n - 1)
-    x = torch.full((2, 3), float(parallel.tp_rank), dtype=torch.bfloat16)
-    if not parallel.is_first_stage:
-        x = parallel.receive((2, 3), dtype=torch.bfloat16, device=torch.device("cpu"))
-    parallel.send((x + 1).t().contiguous().t())
-    assert torch.equal(x, torch.full((2, 3), parallel.tp_rank + p, dtype=torch.bfloat16))
-    x = torch.full((3,), p * 10 + parallel.tp_rank)
-    assert parallel.broadcast(x.clone(), -1).tolist() == [(n - 1) * 10 + parallel.tp_rank] * 3
-    assert parallel.broadcast(x, 0).tolist() == [parallel.tp_rank] * 3
-    if parallel.is_first_stage:
-        with pytest.raises(ModelError, match="the first stage receives nothing"):
-            parallel.receive((1,), dtype=torch.float32, device=torch.device("cpu"))
-    with torch.enable_grad():
-        needy = torch.ones(2, requires_grad=True)
-        if parallel.tp_size > 1:
-            with pytest.raises(ModelError, match="an input needs a gradient"):
-                parallel.all_reduce(needy)
-            with pytest.raises(ModelError, match="an input needs a gradient"):
-                parallel.all_gather(needy)
 
 
 def test_one_process_exchanges_nothing() -> None:
