@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import GroupWeightRename, WeightConverter, WeightRenaming
 
-from quantload.layers.converters import ModelShapes, Shape, read_converter
+from quantload.layers.converters import ModelShapes, Shape, ends_on_boundary, read_converter
 from quantload.layers.model_leaves import leaves_of
 from quantload.mappers.expert_layouts import ExpertLayout, layout_of
 from quantload.mappers.mapper import Conversion, Converted, Piece, WeightMapper
 from quantload.mappers.name_rules import NameRules, Renaming
+from quantload.mappers.targets import Cut
 
 _EXPERT_WEIGHT = re.compile(r"(?P<block>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight")
 # What fused-MoE engines call the parameters of all experts, in files that were saved from them.
@@ -96,7 +97,7 @@ def _conversion(
     def convert(name: str) -> Conversion:
         for converter in converters:
             renamed, pattern = converter.rename_source_key(name)
-            if pattern is not None:
+            if pattern is not None and ends_on_boundary(pattern, name):
                 return read_converter(converter, name, renamed, pattern, shapes)
         found = _one_expert(layout, name, shapes) or _all_experts(layout, name, shapes)
         return found or Conversion.unchanged(name)
@@ -112,17 +113,30 @@ def _one_expert(layout: ExpertLayout | None, name: str, shapes: ModelShapes) -> 
     block, expert, projection = match["block"], int(match["expert"]), match["projection"]
     # "either" is that of files, not of models
     first = layout.orientation == "input first"
-    piece = None
     for parameter, projections in layout.projections.items():
+        place, parts = f"{block}.{parameter}", len(projections)
+        shape = shapes.shape_of(place)
+        ends: tuple[Converted, ...] = ()
         if projection in projections and not layout.is_converted:
-            place = projections.index(projection)
-            piece = Piece(expert, place, len(projections), is_transposed=first)
-        elif projection == parameter and shapes.shape_of(f"{block}.{parameter}") is not None:
-            piece = Piece(expert, 0, 1, is_transposed=first)
-        if piece is not None:
-            end = Converted(f"{block}.{parameter}", piece=piece)
-            return Conversion((end,), steps=(f"experts one by one -> {end.name}",))
+            number = projections.index(projection)
+            ends = (Converted(place, piece=Piece(expert, number, parts, is_transposed=first)),)
+        elif projection == parameter and shape is not None:
+            ends = tuple(
+                Converted(
+                    place,
+                    piece=Piece(expert, part, parts, is_transposed=first),
+                    cut=None if parts == 1 else Cut(rows=(rows,)),
+                )
+                for part, rows in enumerate(_parts(shape[2 if first else 1], parts))
+            )
+        if ends:
+            return Conversion(ends, steps=(f"experts one by one -> {place}",))
     return None
+
+
+def _parts(rows: int, parts: int) -> list[range]:
+    each = rows // parts
+    return [range(part * each, (part + 1) * each) for part in range(parts)]
 
 
 def _all_experts(layout: ExpertLayout | None, name: str, shapes: ModelShapes) -> Conversion | None:

@@ -102,6 +102,16 @@ def read_converter(
     return Conversion(ends, steps=(f"{', '.join(operations)} -> {matched.targets[0]}",))
 
 
+def ends_on_boundary(pattern: str, name: str) -> bool:
+    """False if a pattern only fits the start of a longer word, `.weight` in `.weight_scale`.
+
+    transformers 5.24 sees to it itself, 5.16 does not.
+    """
+    found = re.search(pattern.replace("*.", r".*\."), name)
+    longer = found is not None and re.match(r"\w", name[found.end() :])
+    return not (longer and pattern[-1].isalnum())
+
+
 def _full_names(patterns: Sequence[str], first: str) -> tuple[str, ...]:
     """Return the names of all targets, from that of the first."""
     patterns = [pattern.replace("\\.", ".") for pattern in patterns]
@@ -338,4 +348,4 @@ def _runs(rows: list[int]) -> list[range]:
     return runs
 
 
-__all__ = ["ModelShapes", "read_converter"]
+__all__ = ["ModelShapes", "Shape", "ends_on_boundary", "read_converter"]

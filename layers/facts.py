@@ -102,7 +102,7 @@ def _probe(
     siblings = find_siblings(model)
     in_checkpoint: dict[str, str] = {}  # model path -> checkpoint name
     held: dict[str, str] = {}  # the same of modules with a weight of their own
-    for name, module, path in _places(mapper_of(model), model, names):
+    for name, module, path in _places(mapper_of(model, names), model, names):
         in_checkpoint.setdefault(path, module)
         if _is_weight(name):
             held[path] = module

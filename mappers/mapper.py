@@ -245,8 +245,9 @@ class WeightMapper:
             )
             if self._has(targets):
                 yield _Match(targets, (*found.steps, "legacy name of a norm"))
-        yield from (found for found in split if all(map(self._may_be_companion, found.targets)))
-        yield from self._beside_weights(name)
+        if cache_scale_of(name) is None:  # the attention's, though it may lie in a linear layer
+            yield from (found for found in split if all(map(self._may_be_companion, found.targets)))
+            yield from self._beside_weights(name)
 
     def _has(self, targets: tuple[Target, ...]) -> bool:
         return all(target.leaf in self._modules[target.module] for target in targets)

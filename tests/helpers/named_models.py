@@ -128,7 +128,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nomic_bert": _BERT,
     "gte": _BERT,
     "jina_embeddings_v3": _BERT,
-    "modernbert": {**_TEXT, "global_attn_every_n_layers": 1, "pad_token_id": 0},
+    "electra": {**_BERT, "embedding_size": 16},
     "qwen2_vl": {"text_config": _MROPE, "vision_config": _QWEN_VISION, "vocab_size": 64},
     "qwen3_vl_moe": {
         "text_config": {**_MROPE, **_EXPERTS, "decoder_sparse_step": 1},
@@ -140,6 +140,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**_VISION, "model_type": "clip_vision_model"},
     },
 }
+
+CONFIGS = {kind: values for kind, values in CONFIGS.items() if kind in CONFIG_MAPPING}
 
 
 def build(model_type: str) -> PreTrainedModel:

@@ -87,6 +87,16 @@ def test_stacks_take_any_leaf(mapper: WeightMapper) -> None:
     assert mapper.target(f"{ATTENTION}.k_proj.weight").slot == 0
 
 
+def test_scales_of_a_cache_are_no_leaves_of_linear_layers(mapper: WeightMapper) -> None:
+    stacked = mapper.with_stacks({f"{ATTENTION}.k_proj": ("stack", 1)})
+    for leaf in ("k_proj.k_scale", "k_proj.output_scale", "k_scale"):
+        route = stacked.route(f"{ATTENTION}.{leaf}")
+        assert (route.targets, route.is_dropped) == ((), True)
+        assert route.reason == "scale of a quantized key-value cache"
+    own = {**MODULES, ATTENTION: frozenset({"k_scale"})}  # a model that has the scale itself
+    assert WeightMapper(own).target(f"{ATTENTION}.k_scale") == Target(ATTENTION, "k_scale")
+
+
 def test_modules(mapper: WeightMapper) -> None:
     assert mapper.module_of("norm") == "model.norm"
     assert mapper.module_of("model.layers.0") is None
