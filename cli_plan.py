@@ -138,7 +138,7 @@ def _show_forecast(plan: Plan, forecast: Forecast) -> None:
     out.print(f"  sha256    {_seconds(time.sha256)}  {rate(rates.sha256)}")
     out.print("  the shorter time if these overlap and the output stays in the page cache, the")
     out.print("  longer if nothing overlaps and the output is on the disk at the end")
-    out.print(f"  {found.total} bytes are read, {plan.output_bytes} written")
+    out.print(f"  {found.read} bytes are read, {plan.output_bytes} written")
 
 
 def _seconds(seconds: float) -> str:
@@ -227,7 +227,7 @@ def show_summary(done: Conversion) -> None:
         out.print("written by an earlier run, and verified again")
         return
     out.print(
-        f"{_seconds(done.seconds)}, {rate(found.total / done.seconds)} of source, "
+        f"{_seconds(done.seconds)}, {rate(found.read / done.seconds)} of source, "
         f"peak memory {size(done.peak_rss)} with the interpreter"
     )
 
@@ -242,6 +242,6 @@ def summary_json(done: Conversion) -> dict[str, Any]:
             for (use, reason), (num_bytes, count) in found.reasons.items()
         ],
         "seconds": done.seconds,
-        "source_bytes_per_second": found.total / done.seconds if done.seconds else None,
+        "source_bytes_per_second": found.read / done.seconds if done.seconds else None,
         "peak_rss_bytes": done.peak_rss,
     }

@@ -11,11 +11,13 @@ import hashlib
 import os
 import tempfile
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -204,7 +206,7 @@ def _together(work: Callable[[], object], threads: int) -> float:
 
 def _read_rate(plan: Plan) -> tuple[float | None, float]:
     """Return the share of the source in the page cache, and bytes per second of reading it."""
-    places = _places(sorted({t.file for t in plan.source.checkpoint.tensors.values()}))
+    places = _places(_stretches(plan))
     held = [_is_cached(path, start) for path, start in places]
     known = [state for state in held if state is not None]
     done, seconds = 0, 0.0
@@ -224,18 +226,32 @@ def _read_rate(plan: Plan) -> tuple[float | None, float]:
     return sum(known) / len(known) if known else None, max(1, done) / max(1e-9, seconds)
 
 
-def _places(files: Sequence[Path]) -> list[tuple[Path, int]]:
-    """Return places spread evenly over the bytes of some files, at the start of a page."""
-    sizes = [path.stat().st_size for path in files]
+def _stretches(plan: Plan) -> list[tuple[Path, int, int]]:
+    """Return (file, first byte, bytes) of what is read: of each file the tensors, not the rest.
+
+    Layers that are left out lie between them. Of a pickled file it is not known where they are.
+    """
+    found: dict[tuple[Path, int], int] = {}
+    for entry in plan.source.checkpoint.tensors.values():
+        if entry.loaded is not None:
+            found[entry.file, 0] = entry.file.stat().st_size
+        else:
+            place = entry.file, entry.start
+            found[place] = max(entry.num_bytes, found.get(place, 0))
+    return [(path, start, size) for (path, start), size in sorted(found.items())]
+
+
+def _places(stretches: Sequence[tuple[Path, int, int]]) -> list[tuple[Path, int]]:
+    """Return places spread evenly over the bytes of parts of files, at the start of a page."""
+    ends = list(accumulate(size for _, _, size in stretches))
+    sizes = {path: path.stat().st_size for path, _, _ in stretches}
     found = []
-    for number in range(_SAMPLES):
-        position = (2 * number + 1) * sum(sizes) // (2 * _SAMPLES)
-        for path, size in zip(files, sizes, strict=True):
-            if position < size:
-                start = max(0, min(position, size - _PIECE))
-                found.append((path, start // _PAGE * _PAGE))
-                break
-            position -= size
+    for number in range(_SAMPLES if ends else 0):
+        position = (2 * number + 1) * ends[-1] // (2 * _SAMPLES)
+        index = bisect_right(ends, position)
+        path, start, size = stretches[min(index, len(stretches) - 1)]
+        start += position - (ends[min(index, len(ends) - 1)] - size)
+        found.append((path, max(0, min(start, sizes[path] - _PIECE)) // _PAGE * _PAGE))
     return found
 
 

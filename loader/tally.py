@@ -35,6 +35,11 @@ class Tally:
     total: int
     reasons: Mapping[Fate, tuple[int, int | None]]
 
+    @property
+    def read(self) -> int:
+        """Bytes that a conversion reads: all but those that are dropped."""
+        return self.total - self.of("dropped")
+
     def of(self, use: Use) -> int:
         """Return the bytes of one use."""
         return sum(size for (kind, _), (size, _) in self.reasons.items() if kind == use)

@@ -6,14 +6,21 @@ from dataclasses import replace
 import pytest
 import tiny_checkpoints as tiny
 import torch
-from converting import converted, plan_of
+from click.testing import CliRunner
+from converting import converted, opened, plan_of
 from safetensors.torch import load_file
 
+from quantload.cli import main
 from quantload.loader import estimate as estimates
 from quantload.loader.estimate import Rates, estimate, probe
+from quantload.loader.layer_selection import select_layers
+from quantload.loader.plan import PlanOptions, make_plan
+from quantload.loader.tally import tally
 from quantload.loader.weight_rows import WeightRows
 from quantload.loader.workers import Resources
+from quantload.mappers.facts import facts_from_names
 from quantload.quant import compiled
+from quantload.quant.rules import QuantConfig
 
 WEIGHTS = "model.safetensors"
 ONE = Resources(workers=1)
@@ -165,10 +172,43 @@ def test_the_page_cache_is_told(tmp_path):
 def test_places_are_spread_over_the_bytes(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 100)
     (tmp_path / "b").write_bytes(b"x" * (64 << 20))
-    places = estimates._places([tmp_path / "a", tmp_path / "b"])
+    stretches = [(tmp_path / "a", 0, 100), (tmp_path / "b", 0, 64 << 20)]
+    places = estimates._places(stretches)
     assert {path.name for path, _ in places} == {"b"}
     starts = [start for _, start in places]
     assert starts == sorted(starts)
     assert starts[0] < 2 << 20
     assert starts[-1] > 61 << 20
     assert all(start % 4096 == 0 for start in starts)
+
+
+def test_only_what_is_read_counts(tmp_path):
+    content = tiny.config(layers=8)
+    folder = tiny.write(tmp_path / "in", content, tiny.tensors(content))
+    source = select_layers(opened(folder), "7")
+    kept = source.checkpoint.tensors.values()
+    plan = make_plan(
+        source,
+        QuantConfig.from_options("W4A16:g32", ()),
+        facts_from_names(source.weights, tied_head=False),
+        PlanOptions(layers="7"),
+    )
+    found = tally(plan)
+    assert found.read == sum(entry.num_bytes for entry in kept)
+    assert found.read + found.of("dropped") == found.total > 2 * found.read
+    stretches = {(path, start): size for path, start, size in estimates._stretches(plan)}
+    assert stretches == {(entry.file, entry.start): entry.num_bytes for entry in kept}
+    arguments = ["convert", str(folder), str(tmp_path / "out"), "--scheme", "W4A16:g32"]
+    done = CliRunner().invoke(main, [*arguments, "--layers", "7", "--plan"])
+    assert f"  {found.read} bytes are read, " in done.stdout
+
+
+def test_places_lie_in_the_parts_that_are_read(tmp_path):
+    (tmp_path / "a").write_bytes(b"x" * (64 << 20))
+    stretches = [(tmp_path / "a", start << 20, 4 << 20) for start in (8, 40)]
+    starts = [start for _, start in estimates._places(stretches)]
+    assert starts == sorted(starts)
+    assert len(starts) == len(set(starts)) == 32
+    assert all(8 << 20 <= start < 12 << 20 for start in starts[:16])
+    assert all(40 << 20 <= start < 44 << 20 for start in starts[16:])
+    assert estimates._places([]) == []
