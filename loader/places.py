@@ -149,9 +149,8 @@ class Places:
         slots = self._slots[target.module, target.leaf]
         if target.piece is None or not slots:
             return target
-        return Target(
-            target.module, target.leaf, target.piece.expert * target.piece.parts + target.piece.part
-        )
+        slot = target.piece.expert * target.piece.parts + target.piece.part
+        return replace(target, slot=slot, piece=None)
 
     def has(self, target: Target) -> bool:
         """True if the model has this place."""
@@ -182,7 +181,7 @@ class Places:
             is_parameter: It is laid out as the model's own parameter, not output features first.
         """
         module = self.model.get_submodule(target.module)
-        if not isinstance(module, ExpertsReceiver) or len(shape) == len(self.shapes[target]):
+        if not isinstance(module, ExpertsReceiver) or len(shape) == len(self.shapes[target.place]):
             return 1, shape
         slots = self._slots[target.module, target.leaf]
         rows, *columns = shape[1:]
@@ -192,7 +191,7 @@ class Places:
         if left or not parts or rows % parts:
             raise ShapeError(
                 f"a tensor of shape `{shape}` cannot be that of `{target.name}`, which has "
-                f"{slots} slots of shape `{self.shapes[target]}`"
+                f"{slots} slots of shape `{self.shapes[target.place]}`"
             )
         return slots, (rows // parts, *columns)
 
