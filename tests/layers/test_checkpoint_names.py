@@ -81,8 +81,14 @@ def test_experts_of_mixtral(mapper_for) -> None:
     # as fused-MoE engines save them, and gate and up of one expert together
     assert mapper.target(f"{experts}.w13_weight") == Target(experts, "gate_up_proj")
     assert mapper.target(f"{experts}.w2_weight") == Target(experts, "down_proj")
-    fused = mapper_for("qwen3_moe").target(f"{experts}.2.gate_up_proj.weight")
-    assert fused == Target(experts, "gate_up_proj", piece=Piece(2, 0, 1))
+    fused = mapper_for("qwen3_moe").targets(f"{experts}.2.gate_up_proj.weight")
+    assert [(target.leaf, target.piece) for target in fused] == [
+        ("gate_up_proj", Piece(2, 0, 2)),
+        ("gate_up_proj", Piece(2, 1, 2)),
+    ]
+    cuts = [target.cut for target in fused]
+    assert cuts[0].rows == (range(cuts[0].length),)
+    assert cuts[1].rows == (range(cuts[0].length, 2 * cuts[0].length),)
 
 
 def test_experts_with_input_features_first(mapper_for) -> None:
