@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Tensor = Literal["q", "k", "v"]
+_TENSORS: tuple[Tensor, ...] = ("q", "k", "v")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def cache_scale_of(name: str) -> CacheScale | None:
         return None
     attention = match["attention"] or ""
     inner = _INNER.fullmatch(attention)  # vLLM's own attention layer lies in the model's
-    of: tuple[Tensor, ...] = tuple(match["of"])  # type: ignore[assignment]  # letters of the table
+    of = tuple(letter for letter in _TENSORS if letter in match["of"])
     kind: Literal["scale", "zero_point"] = "scale" if match["kind"] == "scale" else "zero_point"
     return CacheScale(attention if inner is None else inner["outer"], of, kind)
 

@@ -126,11 +126,14 @@ class NameRules:
         Members of stacks keep their names there, and nothing is dropped: a list that names `q_proj`
         must not come to mean the whole stack.
         """
-        kept = {
-            stage: {key: new for key, new in getattr(self, stage).items() if new is not None}
-            for stage in ("regex", "substring", "prefix", "suffix")
-        }
-        return replace(self, stacked={}, **kept)
+        return replace(
+            self,
+            regex=_without_drops(self.regex),
+            substring=_without_drops(self.substring),
+            stacked={},
+            prefix=_without_drops(self.prefix),
+            suffix=_without_drops(self.suffix),
+        )
 
     def apply(self, name: str) -> Renamed:
         """Return what the rules make of a name."""
@@ -211,6 +214,10 @@ def _members(stacked: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, int]]
                 )
             members[path] = stack, slot
     return members
+
+
+def _without_drops(rules: Rule) -> Rule:
+    return {old: new for old, new in rules.items() if new is not None}
 
 
 def _places(path: str, name: str) -> Iterator[int]:
