@@ -19,7 +19,7 @@ from quantload.accuracy.compare import (
 )
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.accuracy.verify_output import verify_output
-from quantload.api_load import explain, inspect, load, load_model, parse_device
+from quantload.api_load import explain, inspect, load, load_model, model_shares, parse_device
 from quantload.layers.facts import probe_facts
 from quantload.loader.convert import run_plan
 from quantload.loader.garbage import without_collections
@@ -297,6 +297,7 @@ __all__ = [
     "load",
     "load_model",
     "load_tokenizer",
+    "model_shares",
     "parse_device",
     "plan",
     "verify",

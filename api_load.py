@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantload.errors import ConfigError, MissingTensor
-from quantload.loader.assign import assign
+from quantload.loader.assign import assign, planned
 from quantload.loader.formats import open_source
 from quantload.loader.garbage import without_collections
 from quantload.loader.model_dtype import config_dtype, parse_dtype
@@ -23,6 +23,8 @@ from quantload.written_models import load_written
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from quantload.layers.model_shares import ModuleShare
+    from quantload.layers.preparation import PreparedModel
     from quantload.layers.surgery import LinearReport
 
 
@@ -119,13 +121,10 @@ def load_model(  # noqa: PLR0913 - as `load`
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load an opened checkpoint: build, probe, replace layers, stream weights; see `load`."""
-    from quantload.layers import meta_model, preparation, surgery  # transformers: seconds to import
+    from quantload.layers import surgery  # transformers: seconds to import
     from quantload.layers.aux_hidden_states import offer_aux_hidden_states
     from quantload.layers.fast_paths import use_fast_paths
 
-    config, folder = source.checkpoint.config, source.checkpoint.folder
-    if reason := missing_layers(config, source.checkpoint.tensors):
-        raise MissingTensor(f"`{source.checkpoint.name}` is incomplete: {reason}")
     written = load_written(
         source,
         dtype=dtype,
@@ -137,22 +136,15 @@ def load_model(  # noqa: PLR0913 - as `load`
     )
     if written is not None:
         return written  # type: ignore[return-value]  # the user's class, see `load`
-    dtype = dtype or config_dtype(config) or source.stored_dtype or torch.float32
-    model = meta_model.build_on_meta(
-        config, folder, dtype=dtype, trust_remote_code=trust_remote_code
-    )
-    schemes = {name: w.scheme for name, w in source.weights.items() if w.scheme is not None}
-    if not quantize_inputs:
-        schemes = preparation.without_inputs(schemes)
-    prepared = preparation.prepare(
-        model,
-        schemes,
-        source.weights,
+    prepared = _prepared(
+        source,
         dtype=dtype,
-        names=source.checkpoint.tensors,
         fuse=fuse,
+        quantize_inputs=quantize_inputs,
         parallel=parallel,
+        trust_remote_code=trust_remote_code,
     )
+    model = prepared.model
     done = assign(
         model,
         source,
@@ -165,9 +157,76 @@ def load_model(  # noqa: PLR0913 - as `load`
     )
     finished = surgery.finish(model, device, untied=done.untied)
     if fast_paths is not False:
-        use_fast_paths(finished, dtype=dtype, exact=not fast_paths)
+        use_fast_paths(finished, dtype=prepared.dtype, exact=not fast_paths)
     offer_aux_hidden_states(finished, parallel)
     return finished
+
+
+def _prepared(
+    source: Source,
+    *,
+    dtype: torch.dtype | None = None,
+    fuse: bool = True,
+    quantize_inputs: bool = True,
+    parallel: Parallel | None = None,
+    trust_remote_code: bool = False,
+) -> PreparedModel:
+    """Build the model of a checkpoint and put our layers into it; nothing is read."""
+    from quantload.layers import meta_model, preparation  # transformers: seconds to import
+
+    config, folder = source.checkpoint.config, source.checkpoint.folder
+    if reason := missing_layers(config, source.checkpoint.tensors):
+        raise MissingTensor(f"`{source.checkpoint.name}` is incomplete: {reason}")
+    dtype = dtype or config_dtype(config) or source.stored_dtype or torch.float32
+    model = meta_model.build_on_meta(
+        config, folder, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    schemes = {name: w.scheme for name, w in source.weights.items() if w.scheme is not None}
+    if not quantize_inputs:
+        schemes = preparation.without_inputs(schemes)
+    return preparation.prepare(
+        model,
+        schemes,
+        source.weights,
+        dtype=dtype,
+        names=source.checkpoint.tensors,
+        fuse=fuse,
+        parallel=parallel,
+    )
+
+
+def model_shares(
+    source: str | Path | Source, *, tp: int = 1, pp: int = 1, trust_remote_code: bool = False
+) -> list[ModuleShare]:
+    """Say, without loading, what the first rank of each stage would hold of a checkpoint's model.
+
+    That the checkpoint has all that the model needs is proven as for `load`.
+
+    Args:
+        source: A folder, a GGUF file, a hub id, or what `inspect` returned.
+        tp: Ranks that share layers.
+        pp: Stages.
+        trust_remote_code: Run modelling code that comes with the checkpoint.
+
+    Raises:
+        QuantloadError: As `load`.
+    """
+    from quantload.layers.model_shares import shares_of  # transformers: seconds to import
+
+    opened = source if isinstance(source, Source) else inspect(source)
+    found = []
+    for stage in range(pp):
+        parallel = Parallel(tp_size=tp, pp_rank=stage, pp_size=pp)
+        prepared = _prepared(opened, trust_remote_code=trust_remote_code, parallel=parallel)
+        share = RankShare(prepared.parts, prepared.elsewhere)
+        jobs = planned(prepared.model, opened, prepared.mapper, tied=prepared.tied, share=share)
+        stored: dict[tuple[str, str, int], int] = {}
+        for job in jobs:
+            for target in job.targets():
+                place = target.module, target.leaf, target.slot
+                stored[place] = stored.get(place, 0) + job.num_bytes // job.slots
+        found += shares_of(prepared, stored, stage=stage)
+    return found
 
 
 def explain(model: PreTrainedModel) -> list[LinearReport]:

@@ -15,7 +15,18 @@ import click
 from quantload import __version__
 from quantload.cli_convert import convert
 from quantload.cli_doctor import doctor
-from quantload.cli_options import CHECK_TP, EVERY, EXPLAIN, JSON, QUIET, TRUST, warn
+from quantload.cli_options import (
+    CHECK_TP,
+    EVERY,
+    EXPLAIN,
+    JSON,
+    MODEL,
+    PP,
+    QUIET,
+    TP,
+    TRUST,
+    warn,
+)
 from quantload.errors import ConfigError, NotComparable, QuantloadError
 
 
@@ -47,16 +58,29 @@ main.add_command(doctor)
 @click.argument("source")
 @CHECK_TP
 @EXPLAIN
+@MODEL
+@TP
+@PP
+@TRUST
 @EVERY
 @JSON
-def inspect(
-    source: str, check_tp: int | None, explain: tuple[str, ...], every: bool, as_json: bool
-) -> None:
+def inspect(source: str, explain: tuple[str, ...], **flags: Any) -> None:  # noqa: ANN401
     """Say what SOURCE holds, layer by layer, from its headers."""
-    from quantload import api, cli_inspect, cli_output
+    from quantload import api, cli_inspect, cli_model, cli_output
     from quantload.loader.tensor_parallel import about_split
 
+    check_tp, every, as_json = flags["check_tp"], flags["every"], flags["as_json"]
+    tp, pp = flags["tp"], flags["pp"]
+    cli_model.check_sizes(tp, pp)
+    if max(tp, pp) > 1 and not flags["model"]:
+        raise click.UsageError("`--tp` and `--pp` go with `--model`")
     opened = api.inspect(source)
+    if flags["model"]:
+        warn(opened.warnings)
+        trust = flags["trust_remote_code"]
+        shares = api.model_shares(opened, tp=tp, pp=pp, trust_remote_code=trust)
+        cli_model.show_model(opened, shares, tp=tp, pp=pp, every=every, as_json=as_json)
+        return
     if explain:
         cli_inspect.show_routes(opened, explain, as_json=as_json)
         return

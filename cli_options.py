@@ -135,6 +135,18 @@ CHECK_TP: _Decorator = click.option(
     help="Name the layers of which a split over N devices cuts a group.",
 )
 
+MODEL: _Decorator = click.option(
+    "--model",
+    "model",
+    is_flag=True,
+    help="Say instead how the model runs: class, shard, scheme and bytes of each module.",
+)
+TP: _Decorator = click.option(
+    "--tp", type=int, default=1, show_default=True, help="With --model: ranks that share layers."
+)
+PP: _Decorator = click.option(
+    "--pp", type=int, default=1, show_default=True, help="With --model: stages of a pipeline."
+)
 EXPLAIN: _Decorator = click.option(
     "--explain",
     "explain",

@@ -20,7 +20,7 @@ from quantload.layers.layer_builder import LayerBuilder, Sharing
 from quantload.layers.meta_model import TransformersModel, tied_names
 from quantload.layers.pipeline import cut_into_stages, find_cut
 from quantload.layers.sharding import ShardPlan, plan_sharding
-from quantload.layers.siblings import find_siblings
+from quantload.layers.siblings import Siblings, find_siblings
 from quantload.layers.surgery import replace_linears, schemes_in_model
 from quantload.layers.vocabulary import replace_vocabulary
 from quantload.mappers.mapper import WeightMapper
@@ -37,6 +37,8 @@ class PreparedModel:
         model: On the meta device, with our layers in it.
         mapper: From checkpoint names to its places.
         tied: Parameters of this rank that are another one.
+        dtype: dtype of activations.
+        siblings: Layers that read one input.
         plan: How ranks share its layers; None if there are no others.
         parts: Parameters of which this rank holds a region: {name: (shape of the whole, region)}.
         elsewhere: Paths of modules that other ranks hold.
@@ -45,6 +47,8 @@ class PreparedModel:
     model: TransformersModel
     mapper: WeightMapper
     tied: Mapping[str, str]
+    dtype: torch.dtype
+    siblings: Siblings
     plan: ShardPlan | None = None
     parts: Mapping[str, tuple[tuple[int, ...], Region]] = field(default_factory=dict)
     elsewhere: tuple[str, ...] = ()
@@ -93,6 +97,8 @@ def prepare(
         model,
         mapper.with_stacks(stacks),
         tied=_held(model, tied),
+        dtype=dtype,
+        siblings=siblings,
         plan=plan,
         parts=dict(_cut_vectors(model, plan, parallel)),
         elsewhere=elsewhere,

@@ -22,6 +22,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from quantload.layers.attention import ATTENTION
 from quantload.layers.meta_model import (
     TransformersModel,
     is_transposed_linear,
@@ -43,6 +44,7 @@ _KINDS: dict[str, Kind] = {
     "rowwise_rep": "row split",
     "embedding_rowwise": "vocabulary",
 }
+_ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 _HEAD_SIZES = ("head_dim", "head_size")
 _CUT = ("column", "row")
 
@@ -106,6 +108,7 @@ class ShardPlan:
 def plan_sharding(model: TransformersModel, ranks: int) -> ShardPlan:
     """Decide how the layers of a model on the meta device are shared by `ranks` ranks."""
     declared = dict(_declared(model))
+    declared |= _inferred(model, declared)
     styles = {path: _style(model, path, declared.get(path), ranks) for path in _layers(model)}
     styles |= _together(styles)
     plan = ShardPlan(ranks, styles, tuple(_head_vectors(model, styles, ranks)))
@@ -130,6 +133,23 @@ def _declared(model: TransformersModel) -> Iterator[tuple[str, str]]:
             if pattern.fullmatch(path):
                 yield path, style
                 break
+
+
+def _inferred(model: nn.Module, declared: Mapping[str, str]) -> dict[str, str]:
+    """Propose a style for attention blocks that the plan leaves out, such as those of gpt-oss.
+
+    Only where all of a block is in sight: its four projections, and an attention function that
+    takes any number of heads, see `use_attention`. Latent attention has others, and is left alone.
+    """
+    found: dict[str, str] = {}
+    for path, block in model.named_modules():
+        paths = [f"{path}.{name}" for name in _ATTENTION]
+        has_all = all(is_plain_linear(getattr(block, name, None)) for name in _ATTENTION)  # type: ignore[arg-type]
+        config = getattr(block, "config", None)
+        runs_ours = getattr(config, "_attn_implementation", None) == ATTENTION
+        if has_all and runs_ours and not any(one in declared for one in paths):
+            found |= dict(zip(paths, _ATTENTION.values(), strict=True))
+    return found
 
 
 def _style(model: TransformersModel, path: str, declared: str | None, ranks: int) -> Style:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from quantload.errors import UnexpectedTensor, listed
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.cuts import Joining, check_all_taken, resolved, shape_after, taken
-from quantload.loader.formats.finite import refuse_nonfinite
+from quantload.loader.formats.finite import FiniteChecks
 from quantload.loader.left_out import tell_left_out, why_left_out
 from quantload.loader.places import (
     ExpertsReceiver,
@@ -28,11 +27,14 @@ from quantload.loader.places import (
     Receiver,
     as_float,
 )
+from quantload.loader.reading import Reading, owned, put_in_row
+from quantload.loader.readings import Readings
 from quantload.loader.source import Source, SourceWeight
+from quantload.loader.stream import Stream
 from quantload.mappers.mapper import Target, WeightMapper
 from quantload.progress import Progress, Silent
 from quantload.quant.qtensor import QuantTensor
-from quantload.quant.region import Region
+from quantload.quant.region import WHOLE, Region
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,13 @@ class Assignment:
         dropped: Tensors that were left out, with the reason.
         untied: Tied parameters that the checkpoint holds with values of their own.
         elsewhere: Bytes of tensors that only other ranks need.
+        read: Bytes that were read for this rank.
     """
 
     dropped: Mapping[str, str]
     untied: tuple[str, ...] = field(default=())
     elsewhere: int = 0
+    read: int = 0
 
 
 @files_kept_open()
@@ -88,32 +92,44 @@ def assign(  # noqa: PLR0913 - a keyword for each fact about the model
     jobs, dropped, elsewhere = _jobs(model, source, mapper, places)
     places.check(jobs)
     tell_left_out(dropped)
-    todo, progress = _by_module(jobs), progress or Silent()
-    progress.start("load", total=sum(job.num_bytes for job in jobs), unit="B")
-    joining = Joining()
-    for path, module_jobs in todo.items():
-        module = model.get_submodule(path)
-        for job in module_jobs:
-            value = _read(source, job, module, device)
-            progress.advance(job.num_bytes, note=job.name)
-            if not exact and isinstance(value, QuantTensor):
-                value = value.evaluated_in(places.dtype_of(job.target))
-            if job.target.join is not None:
-                whole = joining.add(job.target.place, job.target.join, value)
-                if whole is None:  # other parts of the parameter follow
-                    continue
-                value = whole
+    todo = _by_module(jobs)
+    readings = _planned_readings(todo, model, source, places, device)
+    fetches = [f for found in readings.values() for reading in found for f in reading.fetches]
+    progress = progress or Silent()
+    total = sum(reading.num_bytes for found in readings.values() for reading in found)
+    progress.start("load", total=total, unit="B")
+    filler = _Filler(places, source.checkpoint.name, device, exact=exact)
+    with Stream(fetches, device) as stream:
+        for path in _as_read(todo, readings):
+            module = model.get_submodule(path)
+            for job in todo[path]:
+                for reading in readings.pop(id(job)):
+                    stream.wait(reading.fetches)
+                    filler.fill(module, job, reading)
+                    progress.advance(reading.num_bytes, note=job.name)
             if isinstance(module, Receiver):
-                _hand_over(module, job, value, device)
-            else:
-                places.write(job, value, device)
-        if isinstance(module, Receiver):
-            module.finish(device)
+                module.finish(device)
+    filler.checks.finish()
     progress.finish()
-    return Assignment(dropped, places.tie(), elsewhere)
+    return Assignment(dropped, places.tie(), elsewhere, total)
 
 
 # -- planning ---------------------------------------------------------------------------------
+
+
+def planned(
+    model: nn.Module,
+    source: Source,
+    mapper: WeightMapper,
+    *,
+    tied: Mapping[str, str],
+    share: RankShare | None = None,
+) -> list[Job]:
+    """Say where each tensor would go, and prove as `assign` does that it could; nothing is read."""
+    places = Places(model, tied, share or RankShare())
+    jobs, _, _ = _jobs(model, source, mapper, places)
+    places.check(jobs)
+    return jobs
 
 
 def _jobs(
@@ -207,20 +223,76 @@ def _by_module(jobs: list[Job]) -> dict[str, list[Job]]:
 # -- reading ----------------------------------------------------------------------------------
 
 
-def _read(
-    source: Source, job: Job, module: nn.Module, device: torch.device
-) -> QuantTensor | Tensor:
-    if job.weight is None:
-        value: QuantTensor | Tensor = source.read_plain(job.name)
-    elif job.weight.is_matrix or isinstance(module, Receiver):
-        value = source.read_weight(job.name)
-    else:
-        value = source.read_parameter(job.name)
-    if isinstance(value, Tensor):
-        value = value.to(device)
-        name = job.name if job.weight is None else job.weight.parameter_name
-        refuse_nonfinite(value, name, source.checkpoint.name)
-    return taken(value, job.target.cut, job.name)
+def _planned_readings(
+    todo: Mapping[str, list[Job]],
+    model: nn.Module,
+    source: Source,
+    places: Places,
+    device: torch.device,
+) -> dict[int, list[Reading]]:
+    """Return what is read for each job, by its id."""
+    planner = Readings(source, device)
+    found: dict[int, list[Reading]] = {}
+    for path, jobs in todo.items():
+        module = model.get_submodule(path)
+        leaves: dict[str, dict[int, Reading]] = {}
+        for job in jobs:
+            part = places.share.parts.get(job.target.name)
+            region = WHOLE if part is None else part[1]
+            read = planner.of(job, module, region, places.dtype_of(job.target))
+            found[id(job)] = read
+            slots = leaves.setdefault(job.target.leaf, {})
+            for reading in read:
+                slots[job.target.slot if reading.slot is None else reading.slot] = reading
+        for slots in leaves.values():
+            if len(slots) > 1 and isinstance(module, Receiver):  # members of a stack, experts
+                put_in_row(slots)
+    return found
+
+
+def _as_read(todo: Mapping[str, list[Job]], readings: Mapping[int, list[Reading]]) -> Iterator[str]:
+    """Yield modules in the order in which they are complete."""
+    last: dict[str, int] = {}
+    for path, jobs in todo.items():
+        found = [reading for job in jobs for reading in readings[id(job)]]
+        reads = (read.index for reading in found for f in reading.fetches for read in f.reads[-1:])
+        last[path] = max(reads, default=-1)
+    yield from sorted(todo, key=lambda path: last[path])
+
+
+class _Filler:
+    """Puts what was read into a model."""
+
+    def __init__(
+        self, places: Places, checkpoint_name: str, device: torch.device, *, exact: bool
+    ) -> None:
+        self.checks = FiniteChecks(checkpoint_name)
+        self._places, self._device, self._exact = places, device, exact
+        self._joining = Joining()
+
+    def fill(self, module: nn.Module, job: Job, reading: Reading) -> None:
+        """Put a value into its place."""
+        value = reading.value()
+        if isinstance(value, Tensor):
+            self.checks.add(value, job.name if job.weight is None else job.weight.parameter_name)
+        elif not self._exact:
+            value = value.evaluated_in(self._places.dtype_of(job.target))
+        if not reading.is_cut:
+            value = taken(value, job.target.cut, job.name)
+            if job.target.join is not None:
+                whole = self._joining.add(job.target.place, job.target.join, value)
+                if whole is None:  # other parts of the parameter follow
+                    return
+                value = whole
+        if not isinstance(module, Receiver):
+            self._places.write(job, value, self._device, is_cut=reading.is_cut)
+        elif reading.is_cut:
+            slot = job.target.slot if reading.slot is None else reading.slot
+            if isinstance(value, Tensor):
+                value = as_float(value, module.dtype, job)
+            module.receive(job.target.leaf, slot, value.to(self._device))
+        else:
+            _hand_over(module, job, value, self._device)
 
 
 def _hand_over(
@@ -256,10 +328,4 @@ def _parts(
 
 def _own(value: QuantTensor | Tensor, region: Region, *, is_part: bool) -> QuantTensor | Tensor:
     """Return a region in memory of its own: a view would keep the whole tensor alive."""
-    if region.is_whole and not is_part:
-        return value
-    if isinstance(value, Tensor):
-        return region.of(value).clone(memory_format=torch.contiguous_format)
-    part = region.of(value)
-    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in part.tensors().items()}
-    return replace(part, **copies)
+    return value if region.is_whole and not is_part else owned(region.of(value))

@@ -1,0 +1,55 @@
+"""Tiny models for tests of ranks, whose sizes do not divide by their number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+# 8 query heads and 2 for keys and values: fewer than ranks. 131 tokens and 96 features are no
+# multiples of 8 and 64, blocks of 128 are cut everywhere.
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 3}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, **WINDOWS},
+    "mixtral": {"head_dim": 16, "num_local_experts": 4},
+    "deepseek_v3": {
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+        **{"v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
+        **{"topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32},
+        **{"num_key_value_heads": 8, "n_shared_experts": 1},
+    },
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "phi3": {},
+    "jamba": {
+        **{"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+        **{"expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8},
+        "use_mamba_kernels": False,
+    },
+}
+
+
+def write_model(model_type: str, folder: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **(SIZES | MODELS[model_type]))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.08 * noise)
+    model.save_pretrained(folder)
