@@ -60,7 +60,7 @@ def test_what_cannot_be_shared_has_its_reason(dense):
 
 
 def test_layers_of_unlike_schemes_are_told():
-    fake = quantized_model("llama", {"q_proj": "W4A16:g32", "k_proj": "W8A16"})
+    fake = quantized_model("llama", {"q_proj": "W4A16:g32", "k_proj": "W4A16:g64"})
     shares = {share.module: share for share in api.model_shares(fake.source)}
     reason = shares["model.layers.0.self_attn.k_proj"].reason
     assert reason.startswith("not fused with q_proj, v_proj")
