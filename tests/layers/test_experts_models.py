@@ -19,6 +19,7 @@ from quantload.api import explain, load_model
 from quantload.layers import experts_proof
 from quantload.layers.experts import FusedExperts
 from quantload.layers.experts_layout import holds_experts
+from quantload.quant.stacking import stack
 
 CPU = torch.device("cpu")
 SCHEMES = ("dense", "W4A16:g32", "FP8_DYNAMIC", "NVFP4A16")
@@ -77,6 +78,21 @@ def test_ranks_hold_whole_experts(model_type, scheme):
     for found, held in in_ranks(2, work):
         assert_close(found, expected)
         assert held < 0.75 * whole
+
+
+@pytest.mark.parametrize("scheme", ["W4A16:g32", "FP8_BLOCK", "NVFP4A16"])
+def test_gate_and_up_of_an_expert_in_one_weight(scheme):
+    fake = moe_checkpoint("qwen3_moe", scheme)
+    for name in [name for name in fake.quantized if ".experts." in name]:
+        if name.endswith(".gate_proj"):
+            start = name.removesuffix("gate_proj")
+            (used, gate), (_, up) = (
+                fake.quantized.pop(start + part) for part in ("gate_proj", "up_proj")
+            )
+            fake.quantized[f"{start}gate_up_proj"] = used, stack([gate, up])
+    model = load(fake)
+    assert_close(logits(model), logits(fake.model))
+    assert {r.scheme for r in explain(model) if r.experts} == {str(replace(used, input=None))}
 
 
 def _bytes(model: nn.Module) -> int:
