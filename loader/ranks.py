@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from quantload.errors import ConfigError, WorkerError
 from quantload.loader.staging import is_certain
@@ -33,11 +35,22 @@ class _OtherFailedError(Exception):
     """Another process has failed; what with, is exchanged afterwards."""
 
 
+class _Store(Protocol):
+    """What is used of a store of torch.distributed."""
+
+    def set(self, key: str, value: str) -> None:
+        """Leave a note."""
+
+    def check(self, keys: list[str]) -> bool:
+        """True if all of these notes are there."""
+        ...
+
+
 @dataclass
 class _Notes:
     """The store that connects the processes, and when this one looked into it last."""
 
-    store: dist.Store | None = None
+    store: _Store | None = None
     looked: float = 0.0
 
 
@@ -89,7 +102,7 @@ class Ranks:
             yield
             return
         try:
-            store, rank, size = next(dist.rendezvous("env://", timeout=_FOREVER))
+            store, rank, size = next(rendezvous("env://", timeout=_FOREVER))
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=_FOREVER
             )
