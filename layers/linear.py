@@ -19,7 +19,7 @@ from quantload.layers.inputs import RoundedInput, ScaledInput, is_differentiable
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.region import WHOLE, Region
 from quantload.quant.scheme import InputScheme, Scheme
-from quantload.quant.stacking import stack
+from quantload.quant.stacking import joined_rows, stack
 from quantload.runtime.gemm import choose, usable_input
 
 Key = tuple[str, int]  # leaf and slot of a tensor that a layer waits for
@@ -191,7 +191,7 @@ class QuantLinear(nn.Module):
             dense = [w.dequantize(self.dtype) if isinstance(w, QuantTensor) else w for w in weights]
             note = "" if scheme.weight is None else "decoded to full precision by its format"
             self.kernel = KernelReport("dense", note=note)
-            return DenseLinear(dense[0] if len(dense) == 1 else torch.cat(dense))
+            return DenseLinear(joined_rows(dense))
         weight = stack(quantized)
         input, note = usable_input(scheme.input)
         static = input is not None and not input.dynamic
@@ -214,7 +214,8 @@ class QuantLinear(nn.Module):
         choice = choose(weight, input, device=device, dtype=self.dtype)
         gemm = choice.kernel.pack(weight, input, device=device, dtype=self.dtype)
         if shared is not None and self.exchange_max is not None and hasattr(gemm, "exchange_max"):
-            gemm.exchange_max = self.exchange_max  # the kernel itself can round as one process does
+            # the kernel itself can round as one process does
+            gemm.exchange_max = self.exchange_max  # type: ignore[assignment]
         elif shared is not None:
             choice = choose(weight, None, device=device, dtype=self.dtype)
             gemm = choice.kernel.pack(weight, None, device=device, dtype=self.dtype)

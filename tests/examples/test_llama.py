@@ -138,6 +138,26 @@ def _two(folders: list[Path]) -> None:
         assert_close(logits(folder, parallel), logits(folder))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two CUDA devices")
+def test_two_gpus(tmp_path: Path) -> None:
+    folders = [checkpoint(tmp_path / kind, kind) for kind in KINDS]
+    run_in_processes(2, _two_gpus, folders)
+
+
+def _two_gpus(folders: list[Path]) -> None:
+    example()
+    parallel = Parallel.from_environment(device="cuda")
+    for folder in folders:
+        results = []
+        for ranks in (None, parallel):
+            model = quantload.load(folder, device=parallel.device, parallel=ranks)
+            with torch.inference_mode():
+                ids, positions = (x.to(parallel.device) for x in (IDS, POSITIONS))
+                results.append(model.compute_logits(model(ids, positions)).float())
+        assert_close(results[1], results[0], limit=2e-2)  # sums of bfloat16 in another order
+
+
 # -- the registry ----------------------------------------------------------------------------------
 
 
