@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,80 +19,22 @@ from quantload.accuracy.compare import (
 )
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.accuracy.verify_output import verify_output
-from quantload.api_load import explain, inspect, load, load_model, model_shares, parse_device
-from quantload.layers.facts import probe_facts
+from quantload.api_load import explain, load, load_model, model_shares, parse_device
+from quantload.api_plan import facts_of, inspect, plan
 from quantload.loader.convert import run_plan
-from quantload.loader.garbage import without_collections
 from quantload.loader.gguf_tokenizer import write_tokenizer
-from quantload.loader.layer_selection import select_layers
 from quantload.loader.open import open_checkpoint
 from quantload.loader.peak_memory import peak_rss
-from quantload.loader.plan import Plan, PlanOptions, make_plan
+from quantload.loader.plan import Plan, PlanOptions
 from quantload.loader.ranks import Ranks
 from quantload.loader.source import Source
 from quantload.loader.staging import check_place
 from quantload.loader.workers import Resources
-from quantload.mappers.facts import ModelFacts
 from quantload.progress import Progress, Silent
-from quantload.quant.rules import QuantConfig
 from quantload.quant.scheme import Scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-Rules = Mapping[str, object] | Iterable[str]
-
-
-def facts_of(
-    source: Source,
-    *,
-    trust_remote_code: bool = False,
-    meanwhile: Callable[[], None] | None = None,
-) -> ModelFacts:
-    """Return kinds of modules, fused groups and ties of a checkpoint, in its own names."""
-    return probe_facts(
-        source.checkpoint.config,
-        source.checkpoint.folder,
-        [*(weight.parameter_name for weight in source.weights.values()), *source.plain],
-        trust_remote_code=trust_remote_code,
-        meanwhile=meanwhile,
-    )
-
-
-def plan(
-    source: str | Path | Source,
-    scheme: str | Scheme | None,
-    *,
-    rules: Rules = (),
-    group_size: int | None = None,
-    options: PlanOptions | None = None,
-    trust_remote_code: bool = False,
-) -> Plan:
-    """Decide a whole conversion from headers; nothing is written.
-
-    Args:
-        source: What to convert.
-        scheme: Scheme of every module that no rule covers, for example "W4A16"; None keeps them.
-        rules: {"model.layers.0.": "W8A16"} or ["model.layers.0.=W8A16"]; see `quant/rules.py`.
-        group_size: Group size of `scheme`.
-        options: dtype, shard size, treatment of split groups.
-        trust_remote_code: Run modelling code that comes with the checkpoint, to learn its groups.
-
-    Raises:
-        QuantloadError: Rules or scheme do not fit, or the checkpoint is not sound.
-    """
-    opened = source if isinstance(source, Source) else inspect(source)
-    config = QuantConfig.from_options(scheme, rules, group_size=group_size)
-    with without_collections():
-        opened = select_layers(opened, options.layers if options else "")
-        writes_config = config.asks_for_codes or opened.reader.cache_scheme
-        facts = facts_of(
-            opened,
-            trust_remote_code=trust_remote_code,
-            meanwhile=(options or PlanOptions()).target.prepare if writes_config else None,
-        )
-        made = make_plan(opened, config, facts, options)
-    return replace(made, trust_remote_code=trust_remote_code)
 
 
 @dataclass(frozen=True)
@@ -287,6 +229,7 @@ def generate(
 
 __all__ = [
     "Conversion",
+    "PlanOptions",
     "compare",
     "convert",
     "execute",

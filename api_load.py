@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quantload.api_plan import Rules, inspect, source_to_load
 from quantload.errors import ConfigError, MissingTensor
 from quantload.loader.assign import assign, planned
-from quantload.loader.formats import open_source
-from quantload.loader.garbage import without_collections
 from quantload.loader.model_dtype import config_dtype, parse_dtype
-from quantload.loader.open import open_checkpoint
 from quantload.loader.places import RankShare
+from quantload.loader.plan import Plan
 from quantload.loader.source import Source
 from quantload.mappers.facts import missing_layers
 from quantload.progress import Progress
+from quantload.quant.scheme import Scheme
 from quantload.runtime.parallel import Parallel
 from quantload.written_models import load_written
 
@@ -26,16 +26,6 @@ if TYPE_CHECKING:
     from quantload.layers.model_shares import ModuleShare
     from quantload.layers.preparation import PreparedModel
     from quantload.layers.surgery import LinearReport
-
-
-def inspect(source: str | Path) -> Source:
-    """Open a checkpoint from its headers; `.weights` describes every module.
-
-    Args:
-        source: A folder, a GGUF file, or a hub id such as `owner/name@revision`.
-    """
-    with without_collections():
-        return open_source(open_checkpoint(source))
 
 
 def parse_device(device: str | torch.device | None) -> torch.device:
@@ -54,8 +44,11 @@ def parse_device(device: str | torch.device | None) -> torch.device:
 
 
 def load(  # noqa: PLR0913 - a keyword for each choice of the user
-    source: str | Path | Source,
+    source: str | Path | Source | Plan,
     *,
+    scheme: str | Scheme | None = None,
+    rules: Rules = (),
+    group_size: int | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     fuse: bool = True,
@@ -70,9 +63,20 @@ def load(  # noqa: PLR0913 - a keyword for each choice of the user
 
     Where a class was registered for its architecture (`register_model`), that is built instead.
 
+    With a `scheme` or `rules` weights are quantized while they are read: the model has every bit of
+    one that is loaded from the output of `convert` with the same arguments, and nothing is written.
+    What is in memory beside the model is one weight, or the members of a fused group that share a
+    scale. `load("meta-llama/Llama-3.1-8B", scheme="FP8_DYNAMIC", rules=["lm_head=W8A16"])`
+
     Args:
-        source: A folder, a GGUF file, a hub id, or what `inspect` returned.
-        device: Where the model lives; None takes CUDA where there is one.
+        source: A folder, a GGUF file, a hub id, what `inspect` returned, or a plan from `plan`
+            (which also takes statistics for fixed input scales, and observers).
+        scheme: Quantize every module that no rule covers to this, for example "FP8_DYNAMIC"; None
+            keeps them as they are stored.
+        rules: Schemes of single modules, as in `plan`.
+        group_size: Group size of `scheme`.
+        device: Where the model lives, and where weights are quantized; None takes CUDA where there
+            is one.
         dtype: dtype of activations and full-precision parameters; None takes the config's.
         fuse: Run q/k/v and gate/up as one product each.
         quantize_inputs: Round the inputs of layers as the checkpoint says; False keeps them in full
@@ -91,11 +95,20 @@ def load(  # noqa: PLR0913 - a keyword for each choice of the user
 
     Raises:
         QuantloadError: The checkpoint is not sound, or transformers cannot build its model.
+        ConfigError: Scheme and rules do not fit, or quantize nothing.
     """
-    opened = source if isinstance(source, Source) else inspect(source)
+    place = parse_device(device or (parallel.device if parallel else None))
+    opened = source_to_load(
+        source,
+        scheme,
+        rules=rules,
+        group_size=group_size,
+        device=place,
+        trust_remote_code=trust_remote_code,
+    )
     return load_model(
         opened,
-        device=parse_device(device or (parallel.device if parallel else None)),
+        device=place,
         dtype=parse_dtype(dtype) if isinstance(dtype, str) else dtype,
         fuse=fuse,
         quantize_inputs=quantize_inputs,

@@ -34,7 +34,7 @@ COMMAND_LINE = {  # one part, in several files
     *("cli", "cli_options", "cli_convert", "cli_plan", "cli_output", "cli_inspect", "cli_compare"),
     *("cli_doctor", "cli_model"),
 }
-PUBLIC = {"api", "api_load", "written_models"}  # what users call, in several files
+PUBLIC = {"api", "api_load", "api_plan", "written_models"}  # what users call, in several files
 TRANSFORMERS = (
     "layers/attention.py",
     "layers/attention_proof.py",

@@ -1,0 +1,136 @@
+"""Planning: a checkpoint is opened, and what it shall become is decided from headers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from quantload.errors import ConfigError
+from quantload.layers.facts import probe_facts
+from quantload.loader.formats import open_source
+from quantload.loader.garbage import without_collections
+from quantload.loader.layer_selection import select_layers
+from quantload.loader.open import open_checkpoint
+from quantload.loader.plan import Plan, PlanOptions, make_plan
+from quantload.loader.quantized_view import quantized_view
+from quantload.loader.source import Source
+from quantload.mappers.facts import ModelFacts
+from quantload.quant.rules import QuantConfig
+from quantload.quant.scheme import DENSE, SAME, Scheme
+
+Rules = Mapping[str, object] | Iterable[str]
+
+
+def inspect(source: str | Path) -> Source:
+    """Open a checkpoint from its headers; `.weights` describes every module.
+
+    Args:
+        source: A folder, a GGUF file, or a hub id such as `owner/name@revision`.
+    """
+    with without_collections():
+        return open_source(open_checkpoint(source))
+
+
+def facts_of(
+    source: Source,
+    *,
+    trust_remote_code: bool = False,
+    meanwhile: Callable[[], None] | None = None,
+) -> ModelFacts:
+    """Return kinds of modules, fused groups and ties of a checkpoint, in its own names."""
+    return probe_facts(
+        source.checkpoint.config,
+        source.checkpoint.folder,
+        [*(weight.parameter_name for weight in source.weights.values()), *source.plain],
+        trust_remote_code=trust_remote_code,
+        meanwhile=meanwhile,
+    )
+
+
+def plan(
+    source: str | Path | Source,
+    scheme: str | Scheme | None,
+    *,
+    rules: Rules = (),
+    group_size: int | None = None,
+    options: PlanOptions | None = None,
+    trust_remote_code: bool = False,
+) -> Plan:
+    """Decide a whole conversion from headers; nothing is written.
+
+    Args:
+        source: What to convert.
+        scheme: Scheme of every module that no rule covers, for example "W4A16"; None keeps them.
+        rules: {"model.layers.0.": "W8A16"} or ["model.layers.0.=W8A16"]; see `quant/rules.py`.
+        group_size: Group size of `scheme`.
+        options: dtype, shard size, treatment of split groups.
+        trust_remote_code: Run modelling code that comes with the checkpoint, to learn its groups.
+
+    Raises:
+        QuantloadError: Rules or scheme do not fit, or the checkpoint is not sound.
+    """
+    opened = source if isinstance(source, Source) else inspect(source)
+    config = QuantConfig.from_options(scheme, rules, group_size=group_size)
+    with without_collections():
+        opened = select_layers(opened, options.layers if options else "")
+        writes_config = config.asks_for_codes or opened.reader.cache_scheme
+        facts = facts_of(
+            opened,
+            trust_remote_code=trust_remote_code,
+            meanwhile=(options or PlanOptions()).target.prepare if writes_config else None,
+        )
+        made = make_plan(opened, config, facts, options)
+    return replace(made, trust_remote_code=trust_remote_code)
+
+
+def source_to_load(
+    source: str | Path | Source | Plan,
+    scheme: str | Scheme | None = None,
+    *,
+    rules: Rules = (),
+    group_size: int | None = None,
+    device: torch.device,
+    trust_remote_code: bool = False,
+) -> Source:
+    """Return what a model is loaded from; with a scheme, weights that are quantized when read.
+
+    Args:
+        source: What to load; a plan is carried out as it is.
+        scheme: As in `plan`.
+        rules: As in `plan`.
+        group_size: As in `plan`.
+        device: Where weights are quantized.
+        trust_remote_code: As in `plan`.
+
+    Raises:
+        ConfigError: Nothing would be quantized, or a plan comes with a scheme of its own.
+    """
+    is_asked = scheme is not None or bool(rules) or group_size is not None
+    if isinstance(source, Plan):
+        if is_asked:
+            raise ConfigError(
+                "a plan has its schemes: `scheme`, `rules` and `group_size` cannot change it",
+                hint="give them to `quantload.plan`",
+            )
+        return quantized_view(source, device=device)
+    opened = source if isinstance(source, Source) else inspect(source)
+    if not is_asked:
+        return opened
+    config = QuantConfig.from_options(scheme, rules, group_size=group_size)
+    if config.default in (DENSE, SAME) or (config.default is None and not config.rules):
+        raise ConfigError(
+            f"`scheme = {scheme}` quantizes nothing while a model is loaded, expected a scheme of "
+            "codes, for example `FP8_DYNAMIC`",
+            hint="leave `scheme` out to load weights as they are stored; the rule `*=dense` "
+            "dequantizes all of them",
+        )
+    made = plan(
+        opened, scheme, rules=rules, group_size=group_size, trust_remote_code=trust_remote_code
+    )
+    return quantized_view(made, device=device)
+
+
+__all__ = ["Rules", "facts_of", "inspect", "plan", "source_to_load"]
