@@ -18,6 +18,7 @@ from torch import nn
 
 from quantload.errors import ModelError
 from quantload.layers.short_process import begin_apart
+from quantload.mappers.default_keeps import reason_to_keep
 from quantload.mappers.facts import (
     Kind,
     ModelFacts,
@@ -109,15 +110,23 @@ def _probe(
     return _Seen(
         kinds=_kinds(model, in_checkpoint),
         placed=frozenset(in_checkpoint.values()),
-        groups=[
-            tuple(in_checkpoint[path] for path in group)
-            for group in siblings.groups
-            if all(path in in_checkpoint for path in group)
-        ],
+        groups=list(_fused(siblings.groups, in_checkpoint)),
         tied=_tied(model, held),
         aliases={name: (path,) for path, name in in_checkpoint.items() if path != name},
         failure=siblings.failure,
     )
+
+
+def _fused(
+    groups: Iterable[tuple[str, ...]], in_checkpoint: Mapping[str, str]
+) -> Iterator[tuple[str, ...]]:
+    """Yield what engines fuse of layers that read one input: no router or small projection."""
+    for group in groups:
+        if all(path in in_checkpoint for path in group):
+            names = [in_checkpoint[path] for path in group]
+            members = tuple(name for name in names if reason_to_keep(name, "linear") is None)
+            if len(members) > 1:
+                yield members
 
 
 def _places(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from fake_source import NOWHERE, tiny_config, tiny_model
 
 from quantload.layers.facts import probe_facts
+from quantload.layers.meta_model import build_on_meta
 
 
 def names_of(model_type: str) -> list[str]:
@@ -70,3 +72,16 @@ def test_a_text_config_that_is_no_object() -> None:
     config = tiny_config("llama") | {"text_config": "x", "model_type": "unknown"}
     facts = probe_facts(config, NOWHERE, names_of("llama"))
     assert facts.origin.startswith("name table")
+
+
+def test_small_projections_are_no_members_of_fused_groups() -> None:
+    config = {
+        **tiny_config("qwen3_next", layer_types=["linear_attention", "full_attention"]),
+        "architectures": ["Qwen3NextForCausalLM"],
+    }
+    model = build_on_meta(config, NOWHERE, dtype=torch.float32)
+    facts = probe_facts(config, NOWHERE, [name for name, _ in model.named_parameters()])
+    assert facts.origin == "model probe"
+    grouped = {name.rpartition(".")[2] for group in facts.groups for name in group}
+    assert {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} <= grouped
+    assert "in_proj_ba" not in grouped
