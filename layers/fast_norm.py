@@ -185,10 +185,8 @@ def kernel_serves(
         device: Where it runs.
         exact: Ask for the bits of the module's own forward on this device.
     """
-    try:
-        from quantload.runtime.kernels.rms_norm import why_not
-    except ImportError:
-        return False
+    from quantload.runtime.kernels.rms_norm import why_not
+
     weight = module._parameters[formula.weight]
     assert weight is not None, "a recognised norm has a weight"
     if why_not(len(weight), device):

@@ -5,18 +5,18 @@ What a module computes is read from what it does to random tensors, never from i
 are taken as give the bits of the module's own forward on this device and dtype:
 
     where                    path                                             by default
-    CPU, CUDA                the same operations, in place; one product of    yes
+    CPU                      the same operations, in place; one product of    yes
                              gate and up, handed on as it is
-    CUDA, float16, bfloat16  kernel for act(gate) * up: all 65536 inputs of   if they agree
-                             the activation are compared on the device
+    CUDA                     kernel for act(gate) * up: every input of the    if all agree
+                             activation is tried on the device
     CUDA                     kernel for the norm, after torch's own mean      if probes agree
-    CUDA, float32            kernel for act(gate) * up                        no: last bits differ
     CUDA                     kernel for the norm and its mean: sums in        no: last bits differ
                              another order
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -28,8 +28,10 @@ from quantload.layers.fast_glu import GluFormula, recognise_glu, swap_glu
 from quantload.layers.fast_norm import NormFormula, kernel_serves, recognise_norm, swap_norm
 from quantload.layers.swapped_class import Swapped
 
+_log = logging.getLogger("quantload")
+
+_OWN, _IN_PLACE = "its own forward", "the same operations, in place"
 _REPORTS = "fast_path_reports"
-_HALF = (torch.bfloat16, torch.float16)
 
 Found = TypeVar("Found", GluFormula, NormFormula)
 
@@ -43,7 +45,7 @@ class FastPathReport:
         kind: "glu" or "rms norm".
         formula: What it computes, "" if that was not recognised.
         runs: How it runs now; "its own forward" if nothing was changed.
-        reason: Why it was not recognised, "" if it was.
+        reason: Why nothing was changed, "" if something was.
     """
 
     module: str
@@ -62,7 +64,7 @@ def use_fast_paths(
         model: A model whose weights are loaded.
         dtype: dtype of its activations.
         exact: Only paths that give the bits of the module's own forward; False takes those too
-            that differ by the rounding of sums and of activations in float32.
+            that differ by the rounding of sums and of activations.
 
     Returns:
         A report for each module that was looked at; `explain_fast_paths` returns the same later.
@@ -80,7 +82,7 @@ def use_fast_paths(
             reports.append(_take_norm(path, module, norm, exact=exact))
         elif glu or norm:
             kind = "glu" if glu else "rms norm"
-            reports.append(FastPathReport(path, kind, "", "its own forward", str(glu or norm)))
+            reports.append(FastPathReport(path, kind, "", _OWN, str(glu or norm)))
     model.__dict__[_REPORTS] = tuple(reports)
     return tuple(reports)
 
@@ -127,14 +129,11 @@ def _device(module: nn.Module) -> torch.device:
 def _take_glu(
     path: str, module: nn.Module, formula: GluFormula, dtype: torch.dtype, *, exact: bool
 ) -> FastPathReport:
-    device, runs = _device(module), "the same operations, in place"
-    if (
-        device.type == "cuda"
-        and formula.known
-        and _glu_kernel_serves(formula, dtype, device, exact)
-    ):
-        formula = replace(formula, kernel=frozenset({dtype}))
-        runs = "kernel, shown to be exact" if dtype in _HALF and exact else "kernel"
+    device, runs = _device(module), _IN_PLACE
+    if device.type == "cuda":
+        if not formula.known or not _glu_kernel_serves(formula, dtype, device, exact):
+            return FastPathReport(path, "glu", str(formula), _OWN, _no_kernel(exact))
+        formula, runs = replace(formula, kernel=frozenset({dtype})), "kernel"
     swap_glu(module, formula)
     return FastPathReport(path, "glu", str(formula), runs)
 
@@ -143,24 +142,46 @@ def _glu_kernel_serves(
     formula: GluFormula, dtype: torch.dtype, device: torch.device, exact: bool
 ) -> bool:
     try:
-        from quantload.runtime.kernels.glu import is_exact
-    except ImportError:
-        return False
-    if not exact:
-        return dtype in (*_HALF, torch.float32)
-    return is_exact(formula.known, dtype, device)
+        from quantload.runtime.kernels.glu import glu, is_exact
+
+        if exact:
+            return is_exact(formula.known, dtype, device)
+        few = torch.ones(1, 8, dtype=dtype, device=device)
+        return bool(glu(few, few, formula.known).isfinite().all())
+    except Exception as error:  # noqa: BLE001 - Triton raises anything
+        return _without_kernel("gated linear units", error)
+
+
+def _norm_kernel_serves(
+    module: nn.Module, formula: NormFormula, device: torch.device, exact: bool
+) -> bool:
+    try:
+        return kernel_serves(module, formula, device, exact=exact)
+    except Exception as error:  # noqa: BLE001 - Triton raises anything
+        return _without_kernel("RMS norms", error)
+
+
+def _without_kernel(what: str, error: Exception) -> bool:
+    """Say that a kernel cannot be used here; what it is for then runs by torch's operations."""
+    _log.warning("no kernel for %s here: %s: %s", what, type(error).__name__, error)
+    return False
 
 
 def _take_norm(
     path: str, module: nn.Module, formula: NormFormula, *, exact: bool
 ) -> FastPathReport:
-    device, runs = _device(module), "the same operations, in place"
+    device, runs = _device(module), _IN_PLACE
     if device.type == "cuda":
-        with_kernel = replace(formula, kernel="exact" if exact else "rounding")
-        if kernel_serves(module, with_kernel, device, exact=exact):
-            formula, runs = with_kernel, "kernel after torch's mean" if exact else "kernel"
+        formula = replace(formula, kernel="exact" if exact else "rounding")
+        if not _norm_kernel_serves(module, formula, device, exact):
+            return FastPathReport(path, "rms norm", str(formula), _OWN, _no_kernel(exact))
+        runs = "kernel after torch's mean" if exact else "kernel"
     swap_norm(module, formula)
     return FastPathReport(path, "rms norm", str(formula), runs)
+
+
+def _no_kernel(exact: bool) -> str:
+    return "no kernel has its bits on this device" if exact else "no kernel serves it"
 
 
 __all__ = ["FastPathReport", "explain_fast_paths", "use_fast_paths"]

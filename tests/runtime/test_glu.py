@@ -53,16 +53,28 @@ def test_halves_of_one_product_are_read_where_they_are(kernel_device: torch.devi
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in the interpreter
-def test_float32_is_never_called_exact(kernel_device: torch.device) -> None:
-    from quantload.runtime.kernels.glu import is_exact
+def test_one_wrong_input_is_found(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantload.runtime.kernels import glu as module
 
-    assert not is_exact("relu", torch.float32, kernel_device)
-    assert is_exact("relu", torch.float16, kernel_device)
+    def is_exact(at_three: float) -> bool:
+        def own(x: Tensor) -> Tensor:
+            positive = torch.where(x <= 0, torch.zeros((), dtype=x.dtype, device=x.device), x)
+            return torch.where(x == 3, torch.full_like(x, at_three), positive)
+
+        monkeypatch.setattr(module, "ACTIVATIONS", {"relu": own})
+        module.is_exact.cache_clear()
+        return module.is_exact("relu", torch.float16, kernel_device)
+
+    assert is_exact(3.0)
+    assert not is_exact(3.002)
+    module.is_exact.cache_clear()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "relu"])
 def test_every_input_has_the_bits_of_torch(
     name: str, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
