@@ -23,7 +23,7 @@ from quantload.layers.inputs import RoundedInput
 from quantload.layers.linear import DenseLinear, KernelReport, QuantLinear
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import InputScheme, Scheme
-from quantload.quant.stacking import why_not_stackable
+from quantload.quant.stacking import joined_rows, why_not_stackable
 
 _ALIGNMENT = 16  # bytes: what torch wants of the rows of a grouped product
 
@@ -265,7 +265,8 @@ class TorchGrouped:
         dense = [expert.dense for expert in experts]
         weights = [linear.weight for linear in dense if linear is not None]
         biases = [linear.bias for linear in dense if linear is not None and linear.bias is not None]
-        return _TorchGroupedLinear(torch.stack(weights), torch.stack(biases) if biases else None)
+        stacked = joined_rows([weight.unsqueeze(0) for weight in weights])  # as they were loaded
+        return _TorchGroupedLinear(stacked, torch.stack(biases) if biases else None)
 
 
 class _TorchGroupedLinear(nn.Module):

@@ -212,13 +212,14 @@ class QuantLinear(nn.Module):
         """Pack a weight whose input is rounded dynamically, or not at all."""
         shared = None if input is None else self._shared_rounding(input)
         choice = choose(weight, input, device=device, dtype=self.dtype)
+        # some kernels can themselves round as one process does
+        can_exchange = self.exchange_max is not None and choice.kernel.exchanges_max
+        if shared is not None and not can_exchange:
+            choice, input = choose(weight, None, device=device, dtype=self.dtype), None
         gemm = choice.kernel.pack(weight, input, device=device, dtype=self.dtype)
-        if shared is not None and self.exchange_max is not None and hasattr(gemm, "exchange_max"):
-            # the kernel itself can round as one process does
+        if shared is not None and can_exchange:
             gemm.exchange_max = self.exchange_max  # type: ignore[assignment]
         elif shared is not None:
-            choice = choose(weight, None, device=device, dtype=self.dtype)
-            gemm = choice.kernel.pack(weight, None, device=device, dtype=self.dtype)
             gemm = RoundedInput(gemm, shared)
         self.kernel = KernelReport(choice.kernel.name, choice.refused, note)
         return gemm

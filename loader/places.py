@@ -277,14 +277,21 @@ class Places:
             buffer is not None and buffer.device.type != "meta" and not buffer.is_floating_point()
         )
 
-    def write(self, job: Job, value: QuantTensor | Tensor, device: torch.device) -> None:
-        """Make a tensor the parameter or buffer of its place, or a part of it."""
+    def write(
+        self,
+        job: Job,
+        value: QuantTensor | Tensor,
+        device: torch.device,
+        *,
+        is_cut: bool = False,
+    ) -> None:
+        """Make a tensor, or with `is_cut` this rank's part of it, the parameter of its place."""
         module, leaf = self.model.get_submodule(job.target.module), job.target.leaf
         tensors = module._parameters if leaf in module._parameters else module._buffers
         place = tensors[leaf]
         assert place is not None, "the place of a job exists"
         value = fitting(value.to(device), place.dtype, job)
-        if job.target.name in self.share.parts:
+        if not is_cut and job.target.name in self.share.parts:
             value = self.share.parts[job.target.name][1].of(value).clone()
         piece = job.target.piece
         if piece is not None:

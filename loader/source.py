@@ -101,10 +101,13 @@ class Reader(ABC):
         entries: Entries of the quantization config, and on how many modules each decides.
         has_experts_apart: True if each expert of a weight of E experts is decoded from slices e of
             those of its tensors that have E as their first size.
+        decodes_leaves: True if `decode` needs nothing but the leaves of the weight, from
+            `checkpoint.read`, and works on whatever device these are.
     """
 
     widens_floats = False
     has_experts_apart = False
+    decodes_leaves = False
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -123,6 +126,15 @@ class Reader(ABC):
         Returns:
             [N, K]; with experts [E * N, K], the rows of expert e from e * N.
         """
+
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, tuple[int, int]] | None:
+        """Return the rows and columns of a weight [N, K] that an element of each leaf stands for.
+
+        Parts of the leaves that stand for the same rows and columns can be decoded as a weight. A
+        leaf of which every part needs all has 0 for that axis. None: only the whole can be decoded.
+        """
+        del weight
+        return None
 
 
 @dataclass(frozen=True)

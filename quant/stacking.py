@@ -140,3 +140,26 @@ def take_rows(tensor: QuantTensor, rows: Tensor) -> QuantTensor:
         or (name == "outer" and part.shape[0] == tensor.shape[0])
     }
     return replace(refined, **parts)
+
+
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Return float weights [N_i, ...] as one [sum of N_i, ...], each after the one before it.
+
+    Parts that lie so in memory already, as loading puts the members of a layer, are not copied: the
+    result shares their memory.
+    """
+    first, end = parts[0], parts[0].storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    for part in parts:
+        is_next = (
+            part.dtype == first.dtype
+            and part.shape[1:] == first.shape[1:]
+            and part.is_contiguous()
+            and part.untyped_storage().data_ptr() == memory
+            and part.storage_offset() == end
+        )
+        if not is_next or part.device.type == "meta":
+            return torch.cat(list(parts))
+        end += part.numel()
+    rows = sum(part.shape[0] for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())

@@ -69,6 +69,7 @@ from quantload.loader.formats.compressed_tensors_shapes import checked_weight, r
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.module_leaves import ModuleLeaves, by_module, refuse_leftovers
+from quantload.loader.formats.stored_blocks import stored_blocks
 from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
 from quantload.quant.qtensor import QuantTensor
 
@@ -88,6 +89,8 @@ _BY_HEADERS = "the headers (the config leaves it out)"
 
 class CompressedTensorsReader(Reader):
     """Reader of one compressed-tensors checkpoint."""
+
+    decodes_leaves = True
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(with_usual_cache_names(checkpoint))
@@ -233,6 +236,21 @@ class CompressedTensorsReader(Reader):
         ]
 
     # -- reading -----------------------------------------------------------------------------------
+
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, tuple[int, int]] | None:
+        """Return what elements of its tensors stand for; see `Reader.blocks_of`."""
+        zero = weight.leaves.get("weight_zero_point")
+        has_packed_zeros = zero is not None and self.checkpoint.tensors[zero].dtype == torch.int32
+        scales = {"weight_scale"} if has_packed_zeros else {"weight_scale", "weight_zero_point"}
+        return stored_blocks(
+            weight,
+            self.checkpoint.tensors,
+            codes="weight" if "weight" in weight.leaves else "weight_packed",
+            scales=scales,
+            packed_rows={"weight_zero_point"} - scales,
+            whole={"weight_shape", "weight_g_idx", "weight_global_scale", *_INPUT_LEAVES},
+            has_columns="weight_g_idx" not in weight.leaves,
+        )
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
         """Read a weight [N, K]: canonical if it is quantized, else float.

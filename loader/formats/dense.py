@@ -106,6 +106,8 @@ def _is_quantized_leaf(leaf: str) -> bool:
 class DenseReader(Reader):
     """Reader of full-precision checkpoints."""
 
+    decodes_leaves = True
+
     def weights(self) -> Mapping[str, SourceWeight]:
         """Describe every float `<module>.weight` of two dimensions, by module."""
         found = (dense_weight(entry) for entry in self.checkpoint.tensors.values())

@@ -31,7 +31,11 @@ def refuse_nonfinite(tensor: Tensor, name: str, checkpoint_name: str) -> None:
     """
     if is_finite(tensor):
         return
-    raise NonFiniteWeight(
+    raise _nonfinite(name, checkpoint_name)
+
+
+def _nonfinite(name: str, checkpoint_name: str) -> NonFiniteWeight:
+    return NonFiniteWeight(
         f"tensor `{name}` holds NaN or infinity, in `{checkpoint_name}`",
         hint="the file is damaged, or the tool that wrote it met an overflow",
     )
@@ -60,3 +64,41 @@ def _has_no_special(tensor: Tensor) -> bool:
         flat[start:stop] for start, stop in row_chunks((flat.shape[0], flat.shape[1]), flat.device)
     )
     return not any(bool(((c.view(torch.uint8) & mask) >= special).any()) for c in chunks)
+
+
+class FiniteChecks:
+    """Checks many tensors; those on a GPU all at once, since each answer would have to wait.
+
+    Args:
+        checkpoint_name: For messages.
+    """
+
+    def __init__(self, checkpoint_name: str) -> None:
+        self._checkpoint_name = checkpoint_name
+        self._pending: list[tuple[str, Tensor]] = []
+
+    def add(self, tensor: Tensor, name: str) -> None:
+        """Check a tensor, or begin to.
+
+        Raises:
+            NonFiniteWeight: It holds NaN or infinity.
+        """
+        if tensor.device.type == "cpu" or tensor.dtype in _SPECIAL:
+            refuse_nonfinite(tensor, name, self._checkpoint_name)
+        elif tensor.dtype.is_floating_point and tensor.numel():
+            ends = torch.stack(tensor.aminmax())
+            self._pending.append((name, ends.isfinite().all()))
+
+    def finish(self) -> None:
+        """Wait for all answers.
+
+        Raises:
+            NonFiniteWeight: One of the tensors holds NaN or infinity.
+        """
+        if not self._pending:
+            return
+        names, flags = zip(*self._pending, strict=True)
+        self._pending = []
+        for name, is_sound in zip(names, torch.stack(flags).tolist(), strict=True):
+            if not is_sound:
+                raise _nonfinite(name, self._checkpoint_name)

@@ -63,6 +63,7 @@ from quantload.loader.formats.module_leaves import (
     refuse_unknown_parts,
 )
 from quantload.loader.formats.packed_fp4 import fp4_weight, is_packed_fp4, read_fp4
+from quantload.loader.formats.stored_blocks import stored_blocks
 from quantload.loader.model_dtype import config_dtype
 from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
 from quantload.quant.qtensor import Evaluation, QuantTensor
@@ -86,6 +87,7 @@ class Fp8Reader(Reader):
     """Reader of one FP8 checkpoint."""
 
     has_experts_apart = True
+    decodes_leaves = True
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(with_usual_cache_names(checkpoint))
@@ -243,6 +245,18 @@ class Fp8Reader(Reader):
             leaves.expect(leaf, dtypes=FLOAT_DTYPES, shapes=one, because="one scale an input")
 
     # -- reading -----------------------------------------------------------------------------------
+
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, tuple[int, int]] | None:
+        """Return what elements of its tensors stand for; see `Reader.blocks_of`."""
+        if weight.experts:
+            return None
+        return stored_blocks(
+            weight,
+            self.checkpoint.tensors,
+            codes="weight",
+            scales=SCALE_LEAVES,
+            whole=(*INPUT_SCALE_LEAVES, *_BOUND_LEAVES),
+        )
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
         """Read a weight [N, K], of experts [E * N, K]: canonical if quantized, else float."""

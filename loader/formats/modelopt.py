@@ -74,6 +74,7 @@ from quantload.loader.formats.module_leaves import (
     refuse_leftovers,
     refuse_unknown_parts,
 )
+from quantload.loader.formats.stored_blocks import stored_blocks
 from quantload.loader.open import read_json
 from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
 from quantload.quant.qtensor import QuantTensor
@@ -98,6 +99,7 @@ class ModelOptReader(Reader):
     """Reader of one ModelOpt checkpoint."""
 
     has_experts_apart = True
+    decodes_leaves = True
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(with_usual_cache_names(checkpoint))
@@ -179,6 +181,19 @@ class ModelOptReader(Reader):
                 "written for",
             )
         return fitting[0]
+
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, tuple[int, int]] | None:
+        """Return what elements of its tensors stand for; see `Reader.blocks_of`."""
+        if weight.experts:
+            return None
+        return stored_blocks(
+            weight,
+            self.checkpoint.tensors,
+            codes="weight",
+            scales={"weight_scale"},
+            whole={"weight_scale_2", "input_scale", "pre_quant_scale"},
+            has_columns="pre_quant_scale" not in weight.leaves,
+        )
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
         """Read a weight [N, K]: canonical, or float where it is the sum of two products."""

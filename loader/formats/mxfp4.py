@@ -52,6 +52,7 @@ class Mxfp4Reader(Reader):
     """Reader of one MXFP4 checkpoint."""
 
     has_experts_apart = True
+    decodes_leaves = True
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)

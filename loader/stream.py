@@ -1,0 +1,272 @@
+"""Stream parts of a checkpoint into memory: several threads read, one takes what has arrived.
+
+    CPU   threads read straight into the memory that the model will have
+    GPU   each thread has two buffers of page-locked memory. It reads into one while the other is
+          copied to the device, on a stream of its own beside that of the computations
+
+Threads take the reads in the order of the files, whoever is free the next. What is taken, and in
+which order, does not depend on them: who waits for a tensor gets it, or the error of its first read
+that failed. Host memory is the buffers; on the device there is, beside what is kept, no more than
+what was read ahead (`Settings.ahead_bytes`) and the weights in work.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from quantload.loader.file_reader import FileReader
+from quantload.loader.runs import GAP_BYTES, Fetch, Read, plan_reads
+
+MIB = 1 << 20
+_BUFFERS = 2  # of a thread: one is read into, the other one copied from
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a checkpoint is streamed.
+
+    Args:
+        threads: Threads that read.
+        read_bytes: Most bytes of a read.
+        gap_bytes: Longest gap between two tensors that is read through.
+        ahead_bytes: Most bytes that are read ahead of what is taken, of weights to be decoded.
+        has_buffers: Read into buffers and copy from there; False reads straight into the result,
+            which has to be on the CPU.
+    """
+
+    threads: int
+    read_bytes: int
+    gap_bytes: int = GAP_BYTES
+    ahead_bytes: int = 512 * MIB
+    has_buffers: bool = True
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of all buffers together."""
+        return self.threads * _BUFFERS * self.read_bytes if self.has_buffers else 0
+
+    @classmethod
+    def of(cls, device: torch.device) -> Settings:
+        """Return what serves a device: processes of one host share its cores."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        cores = max(2, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        if device.type == "cpu":
+            return cls(
+                threads=min(4, cores), read_bytes=16 * MIB, ahead_bytes=64 * MIB, has_buffers=False
+            )
+        return cls(threads=min(16, cores), read_bytes=8 * MIB)
+
+
+class _Buffer:
+    """Memory between a file and a device."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.memory = _page_locked(num_bytes) if device.type == "cuda" else None
+        if self.memory is None:
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.view = self.memory.numpy().data
+        self.event: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Wait until nothing is copied from it any more."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+def _page_locked(num_bytes: int) -> Tensor | None:
+    """Return memory that a GPU copies from by itself; None where the system refuses it."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return None
+
+
+class Stream:
+    """Reads in the background; a context manager, at whose end all threads have ended.
+
+    Args:
+        fetches: All that is read.
+        device: Where it goes.
+        settings: How.
+
+    Attributes:
+        bytes_read: Bytes that were read of the files until now, gaps between tensors included.
+    """
+
+    def __init__(
+        self, fetches: Sequence[Fetch], device: torch.device, settings: Settings | None = None
+    ) -> None:
+        settings = settings or Settings.of(device)
+        self.reads = plan_reads(
+            fetches, read_bytes=settings.read_bytes, gap_bytes=settings.gap_bytes
+        )
+        longest = max((read.num_bytes for read in self.reads), default=0)
+        self.settings = replace(
+            settings,
+            threads=min(settings.threads, len(self.reads)),
+            read_bytes=min(settings.read_bytes, longest),
+        )
+        self.device = device
+        self.bytes_read = 0
+        self._changed = threading.Condition()
+        self._allocating = threading.Lock()
+        self._next, self._needed, self._ahead = 0, -1, 0
+        self._is_stopped = False
+        self._broken: BaseException | None = None
+        self._threads: list[threading.Thread] = []
+        self._copies: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> Stream:
+        if self.device.type == "cuda":
+            self._copies = torch.cuda.Stream(self.device)
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        for number in range(self.settings.threads):
+            thread = threading.Thread(
+                target=self._work, name=f"quantload-reader-{number}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        if self._copies is not None:  # buffers may be given away only when nobody copies from them
+            self._copies.synchronize()
+
+    # -- taking --------------------------------------------------------------------------------
+
+    def wait(self, fetches: Iterable[Fetch]) -> None:
+        """Return once all of these are there; on a GPU, for what is computed from now on.
+
+        Raises:
+            QuantloadError: One of their reads failed.
+        """
+        wanted = list(fetches)
+        reads = sorted({id(r): r for f in wanted for r in f.reads}.values(), key=lambda r: r.index)
+        with self._changed:
+            if reads and reads[-1].index > self._needed:
+                self._needed = reads[-1].index
+                self._changed.notify_all()
+            for read in reads:
+                while not read.is_done and self._broken is None:
+                    self._changed.wait()
+                if error := read.error or self._broken:
+                    raise error
+        if self._copies is not None:
+            stream = torch.cuda.current_stream(self.device)
+            for read in reads:
+                assert read.event is not None, "a read that is done was copied"
+                stream.wait_event(read.event)
+        for fetch in wanted:
+            self._hand_over(fetch)
+
+    def _hand_over(self, fetch: Fetch) -> None:
+        if not fetch.is_allocated:  # it has no bytes
+            fetch.allocated()
+            return
+        if self._copies is not None:  # made on another stream than the one that will use it
+            fetch.allocated().record_stream(torch.cuda.current_stream(self.device))
+        if not fetch.is_kept:
+            with self._changed:
+                self._ahead -= fetch.portion.num_bytes
+                self._changed.notify_all()
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        files, buffers = FileReader(), list[_Buffer]()
+        try:
+            with self._on_copies():
+                while (read := self._taken()) is not None:
+                    self._fetch(read, files, buffers)
+        except BaseException as error:  # noqa: BLE001 - raised again by who waits
+            with self._changed:
+                self._broken = error
+                self._changed.notify_all()
+        finally:
+            files.close()
+
+    def _on_copies(self) -> AbstractContextManager[object]:
+        if self._copies is None:
+            return nullcontext()
+        torch.cuda.set_device(self._copies.device)
+        return torch.cuda.stream(self._copies)
+
+    def _taken(self) -> Read | None:
+        """Return the next read; waits while too much lies there that nobody has taken yet."""
+        with self._changed:
+            while not self._is_stopped and self._next < len(self.reads):
+                if self._ahead <= self.settings.ahead_bytes or self._next <= self._needed:
+                    self._next += 1
+                    return self.reads[self._next - 1]
+                self._changed.wait()
+            return None
+
+    def _fetch(self, read: Read, files: FileReader, buffers: list[_Buffer]) -> None:
+        error: BaseException | None = None
+        try:
+            if self.settings.has_buffers:
+                self._read_through_buffer(read, files, buffers)
+            else:
+                files.fill(read, self._places_of(read))
+        except BaseException as caught:  # noqa: BLE001 - raised again by who waits for the read
+            error = caught
+        with self._changed:
+            read.error, read.is_done = error, True
+            self.bytes_read += 0 if error else read.num_bytes
+            self._changed.notify_all()
+
+    def _read_through_buffer(self, read: Read, files: FileReader, buffers: list[_Buffer]) -> None:
+        if len(buffers) < _BUFFERS:
+            buffer = _Buffer(self.settings.read_bytes, self.device)
+        else:
+            buffer = buffers.pop(0)
+        buffers.append(buffer)
+        buffer.wait()
+        files.fill(read, [buffer.view[: read.num_bytes]])
+        assert buffer.memory is not None, "made with it"
+        for part in read.parts:
+            place = self._memory_of(part.fetch)[part.to : part.to + part.num_bytes]
+            place.copy_(buffer.memory[part.at : part.at + part.num_bytes], non_blocking=True)
+        if self._copies is not None:
+            buffer.event = read.event = torch.cuda.Event(blocking=True)
+            buffer.event.record(self._copies)
+
+    def _places_of(self, read: Read) -> list[memoryview]:
+        """Return the memory of a read's parts, with something between them for the gaps."""
+        places: list[memoryview] = []
+        at = 0
+        for part in read.parts:
+            if part.at > at:
+                places.append(memoryview(bytearray(part.at - at)))
+            place = self._memory_of(part.fetch)[part.to : part.to + part.num_bytes]
+            places.append(place.numpy().data)
+            at = part.at + part.num_bytes
+        return places
+
+    def _memory_of(self, fetch: Fetch) -> Tensor:
+        with self._allocating:
+            if not fetch.is_allocated and not fetch.is_kept:
+                with self._changed:
+                    self._ahead += fetch.portion.num_bytes
+            return fetch.allocated()
+
+
+__all__ = ["Settings", "Stream"]
