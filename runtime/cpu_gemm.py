@@ -31,6 +31,7 @@ class CpuInt4:
     """
 
     name = "torch int4 for CPU"
+    exchanges_max = False
 
     def why_not(
         self,
@@ -115,6 +116,7 @@ class CpuInt8:
     """8-bit weight with one scale a row, full precision input."""
 
     name = "torch int8 for CPU"
+    exchanges_max = False
 
     def why_not(
         self,
@@ -171,6 +173,7 @@ class CpuInt8Inputs:
     """
 
     name = "torch int8 by int8 for CPU"
+    exchanges_max = True
 
     def why_not(
         self,

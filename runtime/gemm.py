@@ -35,6 +35,14 @@ class GemmKernel(Protocol):
     def name(self) -> str:
         """Name for people."""
 
+    @property
+    def exchanges_max(self) -> bool:
+        """True if its module has an attribute `exchange_max`.
+
+        It takes the largest of each element over the processes that hold the other columns of a
+        weight, so that scales of a rounded input are those of the whole input.
+        """
+
     def why_not(
         self,
         weight: QuantTensor,
@@ -108,6 +116,7 @@ class TritonWeightOnly:
     """Our Triton kernel; an input scheme is applied to x before it."""
 
     name = "triton weight-only"
+    exchanges_max = False
 
     def why_not(
         self,
@@ -172,6 +181,7 @@ class Reference:
     """Dequantizes and multiplies; large weights in chunks of rows, so that memory stays bounded."""
 
     name = "dequantize and multiply"
+    exchanges_max = False
 
     def why_not(
         self,
