@@ -6,8 +6,10 @@ import pytest
 import torch
 from named_models import CONFIGS, build, put_together, saved
 from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.core_model_loading import GroupWeightRename
 
 import quantload
+from quantload.layers import checkpoint_names
 from quantload.layers.checkpoint_names import left_out_names, mapper_of
 from quantload.mappers.mapper import Cut, Join, Piece, Target
 
@@ -146,6 +148,26 @@ def test_prediction_layers_may_be_left_out(mapper_for) -> None:
     model.config.num_nextn_predict_layers = 0
     reasons = left_out_names(model)
     assert [p for p, why in reasons.items() if "multi-token" in why] == [r"(^|\.)mtp\."]
+
+
+def test_names_that_mean_another_tensor_if_a_third_is_there(monkeypatch) -> None:
+    """Old files have norm0 and norm1, new ones norm1 and norm2: order of asking must not matter."""
+
+    def rules(model: PreTrainedModel) -> list[GroupWeightRename]:
+        return [GroupWeightRename(["norm0", "norm1"], ["norm1", "norm2"])]
+
+    monkeypatch.setattr(checkpoint_names, "get_model_conversion_mapping", rules)
+    model = on_meta(build("llama"))
+    layer = model.model.layers[0]
+    layer.norm1, layer.norm2 = (torch.nn.Linear(2, 2, device="meta") for _ in range(2))
+    old = [f"model.layers.0.norm{i}.weight" for i in (0, 1)]
+    new = [f"model.layers.0.norm{i}.weight" for i in (1, 2)]
+    for names in (old, old[::-1]):
+        mapper = mapper_of(model, names)
+        found = {name: mapper.target(name).name for name in names}
+        assert found == dict(zip(old, new, strict=True))
+    mapper = mapper_of(model, new)
+    assert [mapper.target(name).name for name in new] == new
 
 
 # -- through the loader, quantized ----------------------------------------------------------------
