@@ -34,6 +34,7 @@ from truth import CHECKPOINTS
 import quantload
 from quantload.errors import QuantloadError
 from quantload.layers import meta_model, siblings
+from quantload.layers.experts import FusedExperts
 from quantload.layers.inputs import StaticInput
 from quantload.layers.linear import QuantLinear
 from quantload.layers.stack import StackView
@@ -257,6 +258,11 @@ def _model(source: Source, *, staged: bool) -> dict[str, Any] | None:
     inside = tuple(f"{path}." for path, m in model.named_modules() if isinstance(m, QuantLinear))
     found: dict[str, Any] = {}
     for path in layers:
+        block, _, parameter = path.rpartition(".")
+        experts = model.get_submodule(block)
+        if isinstance(experts, FusedExperts):
+            found[path] = getattr(experts, parameter)
+            continue
         layer = model.get_submodule(path)
         owner = layer._stack if isinstance(layer, StackView) else layer
         found[f"{path} input"] = owner.scheme.input if isinstance(owner, QuantLinear) else None
