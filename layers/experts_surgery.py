@@ -22,7 +22,7 @@ from quantload.mappers.targets import Target
 from quantload.quant.scheme import Scheme
 from quantload.runtime.parallel import Parallel
 
-_WHY_OWN = "why_own"  # attribute of a module that stays, although its weights are quantized
+_NOTE = "note_on_experts"  # attribute of a module that stays although it should not
 OWN = "transformers"
 
 
@@ -126,12 +126,19 @@ def replace_experts(
         )
         if isinstance(ours, str):
             refused[path] = ours
-            if path in of_blocks:
-                setattr(module, _WHY_OWN, ours)
+            parts = ["dequantized"] if path in of_blocks else []
+            parts += ["held whole by every rank"] if is_shared else []
+            note = f"{' and '.join(parts)}, since its block stays that of the model: {ours}"
+            setattr(module, _NOTE, note)
             continue
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, ours.eval())
     return refused
+
+
+def note_on(module: nn.Module) -> str:
+    """Return why a block stays the model's own although it should not; "" if all is well."""
+    return str(getattr(module, _NOTE, ""))
 
 
 def explain_experts(path: str, module: nn.Module) -> list[ExpertsReport]:
@@ -140,8 +147,7 @@ def explain_experts(path: str, module: nn.Module) -> list[ExpertsReport]:
         return list(_of_ours(path, module))
     if not holds_experts(module):
         return []
-    why = getattr(module, _WHY_OWN, "")
-    note = f"dequantized, since its block stays that of the model: {why}" if why else ""
+    note = note_on(module)
     parameters = module.named_parameters(recurse=False)
     return [
         ExpertsReport(
@@ -169,4 +175,4 @@ def _of_ours(path: str, module: FusedExperts) -> Iterator[ExpertsReport]:
             )
 
 
-__all__ = ["ExpertsReport", "explain_experts", "replace_experts"]
+__all__ = ["ExpertsReport", "explain_experts", "note_on", "replace_experts"]

@@ -22,6 +22,7 @@ from quantload.layers.experts_layout import holds_experts
 from quantload.quant.stacking import stack
 
 CPU = torch.device("cpu")
+ONE_AT_A_TIME = threading.Lock()  # building a model patches torch
 SCHEMES = ("dense", "W4A16:g32", "FP8_DYNAMIC", "NVFP4A16")
 
 
@@ -64,10 +65,9 @@ def test_ranks_hold_whole_experts(model_type, scheme):
     source = moe_checkpoint(model_type, scheme).source
     alone = load_model(source, device=CPU)
     expected, whole = logits(alone), _bytes(alone)
-    one_at_a_time = threading.Lock()  # building patches torch
 
     def work(parallel):
-        with one_at_a_time:
+        with ONE_AT_A_TIME:
             shared = replace(parallel, expert_parallel=True)
             model = load_model(source, device=CPU, parallel=shared)
         blocks = [m for m in model.modules() if isinstance(m, FusedExperts)]
@@ -147,6 +147,15 @@ def test_unproven_blocks_stay_and_are_told(monkeypatch, caplog):
     assert len(notes) == 1
     assert notes.pop().startswith(why)
     assert why in caplog.text
+
+    def work(parallel):
+        with ONE_AT_A_TIME:
+            model = load(fake, parallel=parallel)
+        return logits(model), {report.note for report in explain(model) if report.experts}
+
+    (found, notes), _ = in_ranks(2, work)
+    assert_close(found, logits(fake.model))
+    assert notes.pop().startswith(f"dequantized and held whole by every rank{why[11:]}")
 
 
 def test_prediction_layers_are_left_out_and_told(caplog):
