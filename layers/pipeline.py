@@ -195,11 +195,10 @@ def cut_into_stages(
     for path in cut.after:
         if path != last:
             elsewhere.append(path)
-            module = Passed(model.get_submodule(path), index=None, returns_tuple=False)
-            _put(model, path, module)
-    module = model.get_submodule(last)
+            passed = Passed(model.get_submodule(path), index=None, returns_tuple=False)
+            _put(model, path, passed)
     elsewhere.append(last)
-    _put(model, last, Awaited(link, width=_width(module)))
+    _put(model, last, Awaited(link, width=_width(model.get_submodule(last))))
     return tuple(elsewhere)
 
 
