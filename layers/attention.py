@@ -10,9 +10,16 @@ functions that come with transformers in three points:
                     take them, so that plain causal prefill needs none
     refusals        what it would have to ignore (attention over chosen blocks) is an error
 
-Masks are those that transformers makes for `sdpa`: bool, True where a key is seen, sliding windows
-and packed sequences included. None stands for plain causal order from the first key on (a cache
-behind it is still empty), or for one query that sees all keys.
+Masks are those that transformers makes, sliding windows and packed sequences included. It goes by
+the name of the function whether a mask is made at all; a module that is given none goes by its
+`is_causal`, so one may only be left out where all modules agree with it:
+
+    quantload             bool; left out where it is plain causal order from the first key on, or
+                          where one query sees all keys: for models of causal modules
+    quantload_two_sided   bool; left out where everything is seen: for encoders
+    quantload_masked      bool; never left out: for models that have both
+    quantload_additive    float, as for `eager`: for models that do not run on torch's kernels;
+                          their code may add to a mask or widen it
 
 `use_attention` switches a model to it. A model whose classes say that they run on torch's kernels
 is switched as it is. The attention of any other (gpt-oss, Gemma 2) is first held against its own
@@ -24,12 +31,14 @@ pass when they dispatch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from quantload.errors import ModelError, ShapeError
 from quantload.layers.attend import Rule, attend, heads_of, weigh
@@ -37,6 +46,9 @@ from quantload.layers.attention_proof import compare_with_eager
 from quantload.layers.meta_model import TransformersModel
 
 ATTENTION = "quantload"
+TWO_SIDED = "quantload_two_sided"
+MASKED = "quantload_masked"
+ADDITIVE = "quantload_additive"
 
 _LOCAL_HEADS = "quantload_heads"
 
@@ -72,7 +84,8 @@ def attention_forward(  # noqa: PLR0913 - what transformers' models pass
         scaling: Factor of the scores; None is D ** -0.5.
         dropout: Share of the weights that is dropped.
         is_causal: A query sees no later key; only where there is no mask.
-        sliding_window: Keys from this distance on are not seen; only where there is no mask.
+        sliding_window: Keys from this distance on are not seen; only where there is no mask, and
+            queries see no later key.
         softcap: Bound of the scores.
         s_aux: [H] sinks, those of this rank's heads or of all.
         sinks: [B, H, T, 1] sinks of each query.
@@ -98,9 +111,9 @@ def attention_forward(  # noqa: PLR0913 - what transformers' models pass
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     offset = None
-    if attention_mask is not None:
-        is_causal, sliding_window = False, None  # both are in the mask
-    elif is_causal and rows > 1:
+    if attention_mask is not None or not is_causal:
+        is_causal, sliding_window = False, None  # the mask has all, as for the eager functions
+    elif rows > 1:
         key, value, offset = key[:, :, :rows], value[:, :, :rows], 0
         columns = key.shape[2]
     rule = Rule(
@@ -165,8 +178,32 @@ def _with_indices(
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
-AttentionInterface.register(ATTENTION, attention_forward)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+def _causal_mask(*args: Any, **kwargs: Any) -> Tensor | None:  # noqa: ANN401 - of transformers
+    """Return the mask of `sdpa`, but never leave out one under which later keys are seen."""
+    return _sdpa_mask(*args, **(kwargs | {"allow_is_bidirectional_skip": False}))
+
+
+def _two_sided_mask(*args: Any, **kwargs: Any) -> Tensor | None:  # noqa: ANN401
+    """Return the mask of `sdpa`, but never leave out one under which they are not."""
+    return _sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
+
+
+def _every_mask(*args: Any, **kwargs: Any) -> Tensor | None:  # noqa: ANN401
+    """Return the mask of `sdpa`, but never leave it out."""
+    skips = {"allow_is_bidirectional_skip": False, "allow_is_causal_skip": False}
+    return _sdpa_mask(*args, **(kwargs | skips))
+
+
+_sdpa_mask: Callable[..., Tensor | None] = sdpa_mask
+_MASKS = {
+    ATTENTION: _causal_mask,
+    TWO_SIDED: _two_sided_mask,
+    MASKED: _every_mask,
+    ADDITIVE: eager_mask,
+}
+for _name, _mask in _MASKS.items():
+    AttentionInterface.register(_name, attention_forward)
+    AttentionMaskInterface.register(_name, _mask)
 
 
 # -- switching a model -----------------------------------------------------------------------------
@@ -199,7 +236,7 @@ class _Part:
 
 
 def use_attention(model: TransformersModel) -> tuple[AttentionReport, ...]:
-    """Let all attention of a model run under `quantload`, where that computes the same.
+    """Let all attention of a model run under this function, where that computes the same.
 
     Call it before heads are spread over ranks: the proof runs the modules' own eager functions.
 
@@ -219,7 +256,8 @@ def use_attention(model: TransformersModel) -> tuple[AttentionReport, ...]:
         if not reason and part in unproven:
             reason = wrong.get(id(part.config), failure or "the probe did not reach its attention")
         if not reason:
-            part.config._attn_implementation_internal = ATTENTION
+            name = ADDITIVE if part in unproven else _name_for(model, part)
+            part.config._attn_implementation_internal = name
         name = str(part.config._attn_implementation)
         reports.append(AttentionReport(part.path, type(part.models[0]).__name__, name, reason))
     return tuple(reports)
@@ -256,13 +294,25 @@ def _reason_of_class(part: _Part) -> str:
     return ""
 
 
+def _name_for(model: TransformersModel, part: _Part) -> str:
+    """Return the name under which masks fit the modules of a part; see above."""
+    modules = [m for m in model.modules() if getattr(m, "config", None) is part.config]
+    orders = {m.is_causal for m in modules if isinstance(getattr(m, "is_causal", None), bool)}
+    if orders <= {True}:
+        return ATTENTION
+    return TWO_SIDED if orders == {False} else MASKED
+
+
 def _runs_on_sdpa(part: _Part) -> bool:
     """True if transformers says that plain scaled dot product attention serves all of it."""
     return all(model._supports_sdpa for model in part.models)
 
 
 __all__ = [
+    "ADDITIVE",
     "ATTENTION",
+    "MASKED",
+    "TWO_SIDED",
     "AttentionReport",
     "attend",
     "attention_forward",

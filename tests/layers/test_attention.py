@@ -11,11 +11,15 @@ import torch
 from fake_source import quantized_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
+from transformers.masking_utils import create_causal_mask
 
 from quantload.api import load_model
 from quantload.errors import ModelError, ShapeError
 from quantload.layers.attention import (
+    ADDITIVE,
     ATTENTION,
+    MASKED,
+    TWO_SIDED,
     attention_forward,
     set_local_heads,
     use_attention,
@@ -92,8 +96,9 @@ def test_models_are_switched_and_equal(name: str) -> None:
     padded = outputs(model, name, attention_mask=PADDED)
     reports = use_attention(model)  # type: ignore[arg-type]
     assert [report.reason for report in reports] == [""] * len(reports)
-    assert {report.implementation for report in reports} == {ATTENTION}
-    assert model.config._attn_implementation == ATTENTION
+    chosen = TWO_SIDED if name in ENCODERS else ATTENTION if model._supports_sdpa else ADDITIVE
+    part = model.decoder if name == "t5" else model
+    assert part.config._attn_implementation == (MASKED if name == "t5" else chosen)
     assert close(outputs(model, name), expected)
     found = outputs(model, name, attention_mask=PADDED)
     assert close(found[0], padded[0])
@@ -229,6 +234,47 @@ def test_chosen_keys_are_seen_alone(additive: bool | None) -> None:
     module.is_causal = False
     found = attention_forward(module, query, key, key, mask, indices=indices)[0]
     assert torch.allclose(found, attention_forward(module, query, key, key, chosen)[0], atol=1e-6)
+
+
+def test_a_module_of_a_causal_class_may_see_later_keys() -> None:
+    """No mask means causal order to torch's kernels; the mask must then be made."""
+    model = tiny("llama")
+    model.config.is_causal = False  # transformers makes masks without order, modules stay causal
+    expected = outputs(model, "llama")
+    use_attention(model)  # type: ignore[arg-type]
+    assert close(outputs(model, "llama"), expected)
+
+
+def test_a_causal_mask_reaches_modules_that_call_themselves_two_sided() -> None:
+    """As those of PaliGemma do; transformers' own `sdpa` then lets them see later keys."""
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    expected = outputs(model, "llama")
+    use_attention(model)  # type: ignore[arg-type]
+    assert model.config._attn_implementation == TWO_SIDED
+    assert close(outputs(model, "llama"), expected)
+    model.model.layers[0].self_attn.is_causal = True
+    use_attention(model)  # type: ignore[arg-type]
+    assert model.config._attn_implementation == MASKED
+    assert close(outputs(model, "llama"), expected)
+
+
+def test_without_order_a_window_is_in_the_mask_alone() -> None:
+    query, key = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    everything = attention_forward(Module(), query, key, key, None, is_causal=False)[0]
+    windowed = attention_forward(
+        Module(), query, key, key, None, is_causal=False, sliding_window=2
+    )[0]
+    assert torch.equal(windowed, everything)
+
+
+def test_masks_may_be_widened_by_zeros_where_the_model_adds_them() -> None:
+    model = tiny("gemma2")
+    use_attention(model)  # type: ignore[arg-type]
+    masks = create_causal_mask(model.config, torch.zeros(1, 4, 32), torch.ones(1, 4), None)
+    assert masks.dtype == torch.float32
+    assert torch.equal(masks[0, 0] == 0, torch.ones(4, 4, dtype=torch.bool).tril())
 
 
 def test_a_window_counts_where_there_is_no_mask() -> None:
