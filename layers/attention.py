@@ -254,7 +254,9 @@ def use_attention(model: TransformersModel) -> tuple[AttentionReport, ...]:
     for part in parts:
         reason = _reason_of_class(part)
         if not reason and part in unproven:
-            reason = wrong.get(id(part.config), failure or "the probe did not reach its attention")
+            reason = wrong.get(
+                id(part.config), failure or "its forward calls no attention that can be compared"
+            )
         if not reason:
             name = ADDITIVE if part in unproven else _name_for(model, part)
             part.config._attn_implementation_internal = name

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import eager_mask
 
 from quantload.layers.meta_model import TransformersModel, dummy_inputs
 
@@ -96,6 +97,7 @@ def compare_with_eager(
 def _record(model: TransformersModel, configs: list[PreTrainedConfig]) -> list[_Call]:
     record = _Record()
     AttentionInterface.register(_RECORDING, record.forward)
+    AttentionMaskInterface.register(_RECORDING, eager_mask)  # model code may read the mask
     before = [config._attn_implementation_internal for config in configs]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
