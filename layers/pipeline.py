@@ -106,7 +106,7 @@ def find_cut(model: TransformersModel, stages: int) -> PipelineCut:
         for path, place in places.items()
         if place > last and _owns_parameters(model, path) and not path.startswith(f"{layers}.")
     ]
-    if not is_declared:
+    if not is_declared and stages > 1:
         _log.warning(
             "`%s` has no plan for pipelines: its %d layers in `%s` are cut into %d stages",
             type(model).__name__,

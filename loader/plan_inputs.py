@@ -53,7 +53,7 @@ def with_input_numbers(
     if options.observer == "search":
         found = [_weighed(row, stats) for row in found]
         warnings += _about_unweighed(found, stats)
-    elif stats.mean_square:
+    elif stats.mean_square and all(row.input_absmax is None for row in found):
         warnings.append(
             f"the mean squares of `{stats.file}` are not used: they are for `--observer search`"
         )
@@ -150,6 +150,8 @@ def _about_unused(
     taken = {row.module for row in rows if row.input_absmax is not None}
     taken |= {name for module in taken for name in members_of.get(module, ())}
     taken |= {row.module for row in rows if row.mean_square is not None}
+    # files of whole models know what is kept as it is, too
+    taken |= {row.module for row in rows if row.scheme is None or row.keeps_values}
     # zeros are told with the layers that are searched without them
     zeros = {name for name, found in stats.mean_square.items() if found.is_zero}
     taken |= zeros.intersection(row.module for row in rows)

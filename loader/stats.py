@@ -3,6 +3,8 @@
     stats.safetensors
         <module>.input_absmax       float32 [1] or []: the largest |x| that the layer ever met
         <module>.input_mean_square  float32 [K]: E[x^2] of each input feature over all tokens
+        <module>.input_min, .input_max, .tokens    beside these in files of `quantload stats`, for
+                                    people: not read here
 
 Modules have their checkpoint names. Members of a fused group see one input: the largest absmax that
 the file has for them serves all, since engines want one number. A mean square serves the module
@@ -27,6 +29,7 @@ from quantload.quant.activation import default_absmax
 from quantload.quant.scheme import Scheme
 
 _ABSMAX, _MEAN_SQUARE = ".input_absmax", ".input_mean_square"
+_KNOWN = (_ABSMAX, _MEAN_SQUARE, ".input_min", ".input_max", ".tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ def read_stats(file: Path, *, stated: float | None = None) -> InputStatistics:
         file=file,
         mean_square=mean_square,
         sha256=_sha256_of(file),
-        others=tuple(name for name in entries if not name.endswith((_ABSMAX, _MEAN_SQUARE))),
+        others=tuple(name for name in entries if not name.endswith(_KNOWN)),
     )
 
 
