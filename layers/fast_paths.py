@@ -110,7 +110,7 @@ def _settings(module: nn.Module) -> tuple[object, ...]:
     """Return what a module of a class may compute differently by, as a key."""
     plain = (str, int, float, bool, tuple, torch.dtype, type(None))
     own = ((k, v if isinstance(v, plain) else id(v)) for k, v in module.__dict__.items())
-    kept = {"_parameters", "_buffers", "_modules", "layer_idx", "prefix"}
+    kept = {*nn.Module().__dict__, "layer_idx", "prefix"}  # what each has of its own
     values = [(k, v) for k, v in own if k not in kept and not k.startswith(("_forward", "_back"))]
     weights = [(k, p.shape, p.dtype) for k, p in module._parameters.items() if p is not None]
     children = [(k, type(c), _sizes(c)) for k, c in module._modules.items()]

@@ -19,16 +19,10 @@ from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.cuts import Joining, check_all_taken, resolved, shape_after, taken
 from quantload.loader.formats.finite import FiniteChecks
 from quantload.loader.left_out import tell_left_out, why_left_out
-from quantload.loader.places import (
-    ExpertsReceiver,
-    Job,
-    Places,
-    RankShare,
-    Receiver,
-    as_float,
-)
+from quantload.loader.places import Job, Places, RankShare, as_float
 from quantload.loader.reading import Reading, owned, put_in_row
 from quantload.loader.readings import Readings
+from quantload.loader.receivers import Receiver, is_experts_receiver, is_receiver
 from quantload.loader.source import Source, SourceWeight
 from quantload.loader.stream import Stream
 from quantload.mappers.mapper import Target, WeightMapper
@@ -107,7 +101,7 @@ def assign(  # noqa: PLR0913 - a keyword for each fact about the model
                     stream.wait(reading.fetches)
                     filler.fill(module, job, reading)
                     progress.advance(reading.num_bytes, note=job.name)
-            if isinstance(module, Receiver):
+            if is_receiver(module):
                 module.finish(device)
     filler.checks.finish()
     progress.finish()
@@ -173,7 +167,7 @@ def _job(
     shape: tuple[int, ...],
 ) -> Job:
     goal, cut = places.goal_of(target, shape), target.cut
-    if weight is not None and isinstance(model.get_submodule(target.module), Receiver):
+    if weight is not None and is_receiver(model.get_submodule(target.module)):
         shape = (weight.experts, *weight.shape) if weight.experts else weight.shape
         goal = shape  # output features first, however the file has them
     cut = resolved(cut, shape, goal)
@@ -245,7 +239,7 @@ def _planned_readings(
             for reading in read:
                 slots[job.target.slot if reading.slot is None else reading.slot] = reading
         for slots in leaves.values():
-            if len(slots) > 1 and isinstance(module, Receiver):  # members of a stack, experts
+            if len(slots) > 1 and is_receiver(module):  # members of a stack, experts
                 put_in_row(slots)
     return found
 
@@ -284,7 +278,7 @@ class _Filler:
                 if whole is None:  # other parts of the parameter follow
                     return
                 value = whole
-        if not isinstance(module, Receiver):
+        if not is_receiver(module):
             self._places.write(job, value, self._device, is_cut=reading.is_cut)
         elif reading.is_cut:
             slot = job.target.slot if reading.slot is None else reading.slot
@@ -317,7 +311,7 @@ def _parts(
         return
     rows = job.shape[0]
     if isinstance(value, Tensor):
-        first = isinstance(module, ExpertsReceiver) and module.has_input_first(job.target.leaf)
+        first = is_experts_receiver(module) and module.has_input_first(job.target.leaf)
         if job.weight is None and value.ndim > 2 and first:
             value = value.transpose(1, 2)
         yield from zip(job.targets(), value.reshape(-1, *job.shape), strict=True)

@@ -11,61 +11,24 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from quantload.errors import FormatMismatch, MissingTensor, ShapeError, UnexpectedTensor, listed
+from quantload.loader.receivers import (
+    ExpertsReceiver,
+    Receiver,
+    TiedReceiver,
+    is_experts_receiver,
+    is_receiver,
+)
 from quantload.loader.source import FLOAT_DTYPES, SourceWeight
 from quantload.loader.ties import hint_of_missing, tell_untied
 from quantload.mappers.mapper import Target
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.region import Region
-
-
-@runtime_checkable
-class Receiver(Protocol):
-    """A layer that takes tensors instead of having parameters.
-
-    Args:
-        dtype: dtype of the floats that it takes.
-    """
-
-    dtype: torch.dtype
-
-    def awaits(self) -> dict[tuple[str, int], tuple[int, ...]]:
-        """Return the shape of each tensor of the whole layer, by leaf and slot."""
-
-    def region(self, leaf: str, slot: int) -> Region | None:
-        """Return what of a tensor this rank holds; None if all of it is another rank's."""
-
-    def receive(self, leaf: str, slot: int, value: QuantTensor | Tensor) -> None:
-        """Take a tensor, cut to its region."""
-
-    def finish(self, device: torch.device) -> None:
-        """Pack what was received; nothing is missing."""
-
-
-@runtime_checkable
-class ExpertsReceiver(Receiver, Protocol):
-    """A layer of E experts, whose weights come one by one: [N, K], output features first.
-
-    A leaf is the name of the parameter that holds the experts in the model's own code, a slot is
-    expert * parts + part: gate_up_proj has two parts if rows of gate come before those of up, one
-    if they alternate.
-    """
-
-    def has_input_first(self, leaf: str) -> bool:
-        """Say whether the model's own parameter is [E, K, N] instead of [E, N, K]."""
-
-
-@runtime_checkable
-class TiedReceiver(Receiver, Protocol):
-    """A layer that may hold one weight with another: an output head."""
-
-    def share_weight(self, other: Any) -> bool:  # noqa: ANN401 - the layer that it is tied to
-        """Make the loaded weight of one that of both; False if both have values of their own."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +90,7 @@ class Places:
         self.shapes: dict[Target, tuple[int, ...]] = {}
         self._slots: Counter[tuple[str, str]] = Counter()
         for path, module in model.named_modules(remove_duplicate=False):
-            if isinstance(module, Receiver):
+            if is_receiver(module):
                 for (leaf, slot), shape in module.awaits().items():
                     self.shapes[Target(path, leaf, slot)] = shape
                     self._slots[path, leaf] += 1
@@ -140,7 +103,7 @@ class Places:
     def dtype_of(self, target: Target) -> torch.dtype:
         """Return the dtype in which a place holds, or multiplies with, floats."""
         module = self.model.get_submodule(target.module)
-        if isinstance(module, Receiver):
+        if is_receiver(module):
             return module.dtype
         return dict(_own_tensors(module))[target.leaf].dtype
 
@@ -164,7 +127,7 @@ class Places:
             shape: Shape of what is stored, the number of experts first.
         """
         place, module = self.shapes[target.place], self.model.get_submodule(target.module)
-        if not isinstance(module, ExpertsReceiver) or len(shape) != len(place) + 1:
+        if not is_experts_receiver(module) or len(shape) != len(place) + 1:
             return place
         rows = place[0] * (self._slots[target.module, target.leaf] // shape[0])
         matrix = (rows, *place[1:])
@@ -181,7 +144,7 @@ class Places:
             is_parameter: It is laid out as the model's own parameter, not output features first.
         """
         module = self.model.get_submodule(target.module)
-        if not isinstance(module, ExpertsReceiver) or len(shape) == len(self.shapes[target.place]):
+        if not is_experts_receiver(module) or len(shape) == len(self.shapes[target.place]):
             return 1, shape
         slots = self._slots[target.module, target.leaf]
         rows, *columns = shape[1:]
@@ -333,7 +296,7 @@ class Places:
         """Let layers of ours share their weight; None if they are none, False if they differ."""
         layers = [self.model.get_submodule(name.rpartition(".")[0]) for name in (alias, owner)]
         heads = [layer for layer in layers if isinstance(layer, TiedReceiver)]
-        if not heads or not all(isinstance(layer, Receiver) for layer in layers):
+        if not heads or not all(is_receiver(layer) for layer in layers):
             return None
         other = next(layer for layer in layers if layer is not heads[0])
         if heads[0].share_weight(other):
@@ -396,4 +359,6 @@ __all__ = [
     "TiedReceiver",
     "as_float",
     "fitting",
+    "is_experts_receiver",
+    "is_receiver",
 ]

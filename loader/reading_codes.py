@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from quantload.errors import QuantloadError
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
-from quantload.loader.places import Job, Receiver
+from quantload.loader.places import Job
 from quantload.loader.portion import Portion, Span, portion_of
 from quantload.loader.reading import Reading, Value, lies_in_file, owned
+from quantload.loader.receivers import is_receiver
 from quantload.loader.runs import Fetch
 from quantload.loader.source import Source, SourceWeight, is_of_input
 from quantload.loader.source_view import slice_of
@@ -84,10 +85,10 @@ class CodeReadings:
         """Return what is read of a weight [N, K]; None if its format has to read it by itself."""
         weight = job.weight
         assert weight is not None, "codes are those of a weight"
-        if not self._can_stream(weight) or not (weight.is_matrix or isinstance(module, Receiver)):
+        if not self._can_stream(weight) or not (weight.is_matrix or is_receiver(module)):
             return None
         is_whole = job.target.cut is not None or job.target.join is not None
-        is_whole |= not isinstance(module, Receiver) or not weight.is_matrix
+        is_whole |= not is_receiver(module) or not weight.is_matrix
         blocks = None if is_whole else self.source.reader.blocks_of(weight)
         if blocks is None or region.is_whole:
             pieces = [self._piece(weight, None, None, None)]
@@ -142,8 +143,8 @@ class CodeReadings:
         values, tensors = {}, {}
         for name, (fetch, columns) in piece.fetches.items():
             tensors[name] = fetch.portion.as_entry()
-            value = fetch.take()
-            values[name] = value if columns is None else value[:, slice(*columns)].contiguous()
+            stored = fetch.take()
+            values[name] = stored if columns is None else stored[:, slice(*columns)].contiguous()
         value = self._decode(piece.weight, tensors, values)
         if isinstance(value, QuantTensor):
             value = value if piece.columns is None else value.columns(*piece.columns)

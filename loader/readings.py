@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
-from quantload.loader.places import ExpertsReceiver, Job, Receiver
+from quantload.loader.places import Job
 from quantload.loader.portion import Span, composed, portion_of
 from quantload.loader.reading import Reading, Value, lies_in_file
 from quantload.loader.reading_codes import CodeReadings
+from quantload.loader.receivers import is_experts_receiver, is_receiver
 from quantload.loader.row_reader import region_of
 from quantload.loader.runs import Fetch
 from quantload.loader.source import Source
@@ -52,7 +53,7 @@ class Readings:
         """
         leaf, slots = job.target.leaf, [target.slot for target in job.targets()]
         regions: list[Region | None] = [region]
-        if isinstance(module, Receiver):
+        if is_receiver(module):
             regions = [module.region(leaf, slot) for slot in slots]
         if all(found is None for found in regions):
             return []
@@ -131,7 +132,7 @@ class Readings:
         height = job.shape[0]
         input_first = (
             len(entry.shape) > 2
-            and isinstance(module, ExpertsReceiver)
+            and is_experts_receiver(module)
             and module.has_input_first(job.target.leaf)
         )
         found = []
@@ -164,7 +165,7 @@ class Readings:
     def _read_now(self, job: Job, module: nn.Module) -> Value:
         if job.weight is None:
             value: Value = self.source.read_plain(job.name)
-        elif job.weight.is_matrix or isinstance(module, Receiver):
+        elif job.weight.is_matrix or is_receiver(module):
             value = self.source.read_weight(job.name)
         else:
             value = self.source.read_parameter(job.name)

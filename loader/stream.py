@@ -26,6 +26,7 @@ from quantload.loader.file_reader import FileReader
 from quantload.loader.runs import GAP_BYTES, Fetch, Read, plan_reads
 
 MIB = 1 << 20
+_ROUNDING = 512  # bytes to which torch rounds an allocation
 _BUFFERS = 2  # of a thread: one is read into, the other one copied from
 
 
@@ -114,10 +115,13 @@ class Stream:
             threads=min(settings.threads, len(self.reads)),
             read_bytes=min(settings.read_bytes, longest),
         )
-        self.device = device
+        self.fetches, self.device = fetches, device
         self.bytes_read = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # of all that follows; its conditions wake one side each
+        self._arrived = threading.Condition(self._lock)
+        self._has_room = threading.Condition(self._lock)
         self._allocating = threading.Lock()
+        self._awaited: Read | None = None
         self._next, self._needed, self._ahead = 0, -1, 0
         self._is_stopped = False
         self._broken: BaseException | None = None
@@ -126,8 +130,9 @@ class Stream:
 
     def __enter__(self) -> Stream:
         if self.device.type == "cuda":
-            self._copies = torch.cuda.Stream(self.device)
+            self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self._copies.wait_stream(torch.cuda.current_stream(self.device))
+            self._reserve()
         for number in range(self.settings.threads):
             thread = threading.Thread(
                 target=self._work, name=f"quantload-reader-{number}", daemon=True
@@ -136,15 +141,31 @@ class Stream:
             thread.start()
         return self
 
+    def _reserve(self) -> None:
+        """Take the device's memory for the model at once; torch then cuts its tensors out of it.
+
+        Hundreds of allocations, each while copies run, took longer than the copies. Of weights that
+        are decoded their stored size is an estimate: what is left over serves other tensors.
+        """
+        wanted = {True: 0, False: 0}
+        for fetch in self.fetches:
+            wanted[fetch.is_kept] += fetch.portion.num_bytes + _ROUNDING
+        for is_kept, stream in ((True, self._copies), (False, None)):
+            try:
+                with torch.cuda.stream(stream):
+                    torch.empty(wanted[is_kept], dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError:  # in one piece; in many it may be there
+                return
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
-            self._changed.notify_all()
+            self._has_room.notify_all()
         for thread in self._threads:
             thread.join()
         if self._copies is not None:  # buffers may be given away only when nobody copies from them
@@ -160,15 +181,18 @@ class Stream:
         """
         wanted = list(fetches)
         reads = sorted({id(r): r for f in wanted for r in f.reads}.values(), key=lambda r: r.index)
-        with self._changed:
+        with self._lock:
             if reads and reads[-1].index > self._needed:
                 self._needed = reads[-1].index
-                self._changed.notify_all()
+                if self._next <= self._needed:
+                    self._has_room.notify_all()
             for read in reads:
+                self._awaited = read
                 while not read.is_done and self._broken is None:
-                    self._changed.wait()
+                    self._arrived.wait()
                 if error := read.error or self._broken:
                     raise error
+            self._awaited = None
         if self._copies is not None:
             stream = torch.cuda.current_stream(self.device)
             for read in reads:
@@ -184,9 +208,11 @@ class Stream:
         if self._copies is not None:  # made on another stream than the one that will use it
             fetch.allocated().record_stream(torch.cuda.current_stream(self.device))
         if not fetch.is_kept:
-            with self._changed:
+            with self._lock:
+                was_full = self._ahead > self.settings.ahead_bytes
                 self._ahead -= fetch.portion.num_bytes
-                self._changed.notify_all()
+                if was_full and self._ahead <= self.settings.ahead_bytes:
+                    self._has_room.notify_all()
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -197,9 +223,9 @@ class Stream:
                 while (read := self._taken()) is not None:
                     self._fetch(read, files, buffers)
         except BaseException as error:  # noqa: BLE001 - raised again by who waits
-            with self._changed:
+            with self._lock:
                 self._broken = error
-                self._changed.notify_all()
+                self._arrived.notify_all()
         finally:
             files.close()
 
@@ -211,12 +237,12 @@ class Stream:
 
     def _taken(self) -> Read | None:
         """Return the next read; waits while too much lies there that nobody has taken yet."""
-        with self._changed:
+        with self._lock:
             while not self._is_stopped and self._next < len(self.reads):
                 if self._ahead <= self.settings.ahead_bytes or self._next <= self._needed:
                     self._next += 1
                     return self.reads[self._next - 1]
-                self._changed.wait()
+                self._has_room.wait()
             return None
 
     def _fetch(self, read: Read, files: FileReader, buffers: list[_Buffer]) -> None:
@@ -228,10 +254,11 @@ class Stream:
                 files.fill(read, self._places_of(read))
         except BaseException as caught:  # noqa: BLE001 - raised again by who waits for the read
             error = caught
-        with self._changed:
+        with self._lock:
             read.error, read.is_done = error, True
             self.bytes_read += 0 if error else read.num_bytes
-            self._changed.notify_all()
+            if self._awaited is read:
+                self._arrived.notify_all()
 
     def _read_through_buffer(self, read: Read, files: FileReader, buffers: list[_Buffer]) -> None:
         if len(buffers) < _BUFFERS:
@@ -246,7 +273,7 @@ class Stream:
             place = self._memory_of(part.fetch)[part.to : part.to + part.num_bytes]
             place.copy_(buffer.memory[part.at : part.at + part.num_bytes], non_blocking=True)
         if self._copies is not None:
-            buffer.event = read.event = torch.cuda.Event(blocking=True)
+            buffer.event = read.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             buffer.event.record(self._copies)
 
     def _places_of(self, read: Read) -> list[memoryview]:
@@ -264,7 +291,7 @@ class Stream:
     def _memory_of(self, fetch: Fetch) -> Tensor:
         with self._allocating:
             if not fetch.is_allocated and not fetch.is_kept:
-                with self._changed:
+                with self._lock:
                     self._ahead += fetch.portion.num_bytes
             return fetch.allocated()
 
