@@ -163,7 +163,7 @@ GLUS = {
 
 
 @pytest.mark.parametrize("kind", GLUS)
-@pytest.mark.parametrize("act", [nn.SiLU(), F.gelu, double_relu], ids=str)
+@pytest.mark.parametrize("act", [nn.SiLU(), F.gelu, double_relu], ids=["silu", "gelu", "other"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_glus_are_recognised_and_have_the_same_bits(
     kind: str,
