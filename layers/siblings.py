@@ -7,10 +7,12 @@ like. The forward allocates nothing and takes some milliseconds a layer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quantload.layers.meta_forward import run_mixed, run_on_meta
@@ -84,7 +86,34 @@ class _Recording:
 
 def is_plain_linear(module: nn.Module) -> bool:
     """True if the module computes what nn.Linear does; subclasses may have another forward."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return isinstance(module, nn.Linear) and _multiplies_only(type(module))
+
+
+@functools.cache
+def _multiplies_only(kind: type[nn.Linear]) -> bool:
+    """True for nn.Linear, and for a subclass whose forward is tried and found to do the same.
+
+    Falcon's writes the product out. A subclass with attributes of its own is never tried.
+    """
+    if kind.forward is nn.Linear.forward:
+        return True
+    if kind.__init__ is not nn.Linear.__init__:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 5, generator=generator)
+    for bias in (True, False):
+        linear = kind(5, 4, bias=bias)
+        for parameter in linear.parameters():
+            parameter.data.normal_(generator=generator)
+        try:
+            with torch.no_grad():
+                found = linear(x)
+        except Exception:  # noqa: BLE001 - it wants something else than one tensor
+            return False
+        expected = nn.functional.linear(x, linear.weight, linear.bias)
+        if found.shape != expected.shape or not torch.allclose(found, expected, atol=1e-5):
+            return False
+    return True
 
 
 def find_siblings(model: TransformersModel) -> Siblings:

@@ -8,7 +8,7 @@ from fake_source import NOWHERE, tiny_config
 from torch import Tensor, nn
 
 from quantload.layers.meta_model import build_on_meta
-from quantload.layers.siblings import Siblings, find_siblings
+from quantload.layers.siblings import Siblings, find_siblings, is_plain_linear
 
 
 def siblings(model_type: str) -> Siblings:
@@ -27,6 +27,32 @@ def test_attention_and_mlp(model_type: str) -> None:
     block = "model.layers.0"
     assert found.proven[0] == tuple(f"{block}.self_attn.{n}_proj" for n in "qkv")
     assert found.proven[1] == (f"{block}.mlp.gate_proj", f"{block}.mlp.up_proj")
+
+
+def test_subclasses_are_linear_layers_if_they_compute_the_same() -> None:
+    class Written(nn.Linear):  # as Falcon's
+        def forward(self, input: Tensor) -> Tensor:
+            out = input @ self.weight.T
+            return out if self.bias is None else out + self.bias
+
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    class Adapted(nn.Linear):
+        def __init__(self, *args: int) -> None:
+            super().__init__(*args)
+            self.factor = 1
+
+        def forward(self, input: Tensor) -> Tensor:
+            return self.factor * super().forward(input)
+
+    class Asking(nn.Linear):
+        def forward(self, input: Tensor, group: int) -> Tensor:
+            return super().forward(input)
+
+    kinds = (nn.Linear, Written, Doubled, Adapted, Asking)
+    assert [is_plain_linear(kind(4, 4)) for kind in kinds] == [True, True, False, False, False]
 
 
 def test_layers_fused_on_disk_have_no_siblings() -> None:
