@@ -58,12 +58,16 @@ class TiedReceiver(Receiver, Protocol):
 
 def is_receiver(module: object) -> TypeGuard[Receiver]:
     """True if a module is a `Receiver`; `isinstance` takes a hundred times as long to say so."""
-    return _has(type(module), ("awaits", "region", "receive", "finish"))
+    return _has(_class_of(module), ("awaits", "region", "receive", "finish"))
 
 
 def is_experts_receiver(module: object) -> TypeGuard[ExpertsReceiver]:
     """True if a module is an `ExpertsReceiver`."""
-    return is_receiver(module) and _has(type(module), ("has_input_first",))
+    return is_receiver(module) and _has(_class_of(module), ("has_input_first",))
+
+
+def _class_of(module: object) -> Any:  # noqa: ANN401 - mypy takes no class as a key
+    return type(module)
 
 
 @cache
