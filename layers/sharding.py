@@ -16,11 +16,10 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from quantload.layers.attention import ATTENTION
 from quantload.layers.meta_model import (
@@ -30,6 +29,7 @@ from quantload.layers.meta_model import (
     tensor_parallel_plan,
 )
 from quantload.layers.probe import probe
+from quantload.layers.sharding_proof import Steps, first_difference, watch_steps
 from quantload.layers.siblings import is_plain_linear
 
 Kind = Literal["column", "column gathered", "row", "row split", "vocabulary", "replicated"]
@@ -146,7 +146,7 @@ def _inferred(model: nn.Module, declared: Mapping[str, str]) -> dict[str, str]:
         paths = [f"{path}.{name}" for name in _ATTENTION]
         has_all = all(is_plain_linear(getattr(block, name, None)) for name in _ATTENTION)  # type: ignore[arg-type]
         config = getattr(block, "config", None)
-        runs_ours = getattr(config, "_attn_implementation", None) == ATTENTION
+        runs_ours = str(getattr(config, "_attn_implementation", "")).startswith(ATTENTION)
         if has_all and runs_ours and not any(one in declared for one in paths):
             found |= dict(zip(paths, _ATTENTION.values(), strict=True))
     return found
@@ -218,24 +218,35 @@ def _head_vectors(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> 
 
 def _proven(model: TransformersModel, plan: ShardPlan) -> ShardPlan:
     """Run the cut model on the meta device; replicate the blocks that do not fit."""
+    cut = _cut_paths(plan)
+    if not cut:
+        return plan
     try:
-        expected = probe(model, lambda: _watched(model))
+        whole = probe(model, lambda: watch_steps(model, cut))
     except Exception as error:  # noqa: BLE001 - model code raises anything
         reason = f"cannot be proven: the model does not run on meta ({type(error).__name__})"
-        return _without(plan, [p for p, s in plan.styles.items() if s.kind in _CUT], reason)
-    while any(style.kind in _CUT for style in plan.styles.values()):
-        blame = _mismatch(model, plan, expected)
+        return _without(plan, cut, reason)
+    while cut:
+        blame = _mismatch(model, plan, whole)
         if blame is None:
             return plan
-        block, reason = blame
-        inside = [
-            path
-            for path, style in plan.styles.items()
-            if style.kind in _CUT and (not block or f"{path}.".startswith(f"{block}."))
-        ]
-        inside = inside or [path for path, style in plan.styles.items() if style.kind in _CUT]
-        plan = _without(plan, inside, reason)
+        plan = _without(plan, _blamed(cut, blame[0]), blame[1])
+        cut = _cut_paths(plan)
     return plan
+
+
+def _cut_paths(plan: ShardPlan) -> list[str]:
+    return [path for path, style in plan.styles.items() if style.kind in _CUT]
+
+
+def _blamed(cut: list[str], block: str) -> list[str]:
+    """Return the layers that are cut in a block, or in the nearest around it that has any."""
+    while block:
+        inside = [path for path in cut if path.startswith(f"{block}.")]
+        if inside:
+            return inside
+        block = block.rpartition(".")[0]
+    return cut
 
 
 def _without(plan: ShardPlan, paths: list[str], reason: str) -> ShardPlan:
@@ -245,60 +256,29 @@ def _without(plan: ShardPlan, paths: list[str], reason: str) -> ShardPlan:
     return ShardPlan(plan.ranks, {**plan.styles, **changed}, vectors)
 
 
-@contextmanager
-def _watched(model: TransformersModel) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Note the shape that each block with layers of its own returns."""
-    found: dict[str, tuple[int, ...]] = {}
-    blocks = {path.rpartition(".")[0] for path in _layers(model)} - {""}
-
-    def note(path: str, output: object) -> None:
-        first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, Tensor):
-            found[path] = tuple(first.shape)
-
-    handles = [
-        model.get_submodule(path).register_forward_hook(
-            lambda _, __, output, path=path: note(path, output)
-        )
-        for path in blocks
-    ]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _mismatch(
-    model: TransformersModel, plan: ShardPlan, expected: Mapping[str, tuple[int, ...]]
-) -> tuple[str, str] | None:
-    """Return the block whose shapes do not fit when its layers are cut, and why; None if all do."""
+def _mismatch(model: TransformersModel, plan: ShardPlan, whole: Steps) -> tuple[str, str] | None:
+    """Return the block that computes something else when it is cut, and why; None if none does."""
     cut = copy.deepcopy(model)
-    for path, style in plan.styles.items():
-        if style.kind in _CUT:
-            _cut(cut, path, style, plan.ranks)
+    paths = _cut_paths(plan)
+    for path in paths:
+        _cut(cut, path, plan.styles[path], plan.ranks)
     for name in plan.vectors:
         path, _, leaf = name.rpartition(".")
         block = cut.get_submodule(path)
-        whole = block._parameters[leaf]
-        assert whole is not None, f"{name} is a parameter"
-        block._parameters[leaf] = nn.Parameter(whole[: whole.shape[0] // plan.ranks])
+        parameter = block._parameters[leaf]
+        assert parameter is not None, f"{name} is a parameter"
+        block._parameters[leaf] = nn.Parameter(parameter[: parameter.shape[0] // plan.ranks])
     running: list[str] = []
     for path, module in cut.named_modules():
         if path and any(True for _ in module.children()):
             module.register_forward_pre_hook(lambda _, __, path=path: running.append(path))
             module.register_forward_hook(lambda _, __, ___: _leave(running))
     try:
-        found = probe(cut, lambda: _watched(cut))
+        found = probe(cut, lambda: watch_steps(cut, paths))
     except Exception as error:  # noqa: BLE001 - model code raises anything
         at = next((p for p in reversed(running) if _has_cut(plan, p)), "")
         return at, f"shapes do not fit when it is cut ({type(error).__name__})"
-    wrong = [path for path, shape in expected.items() if found.get(path) != shape]
-    wrong = [path for path in wrong if _has_cut(plan, path)]
-    if not wrong:
-        return None
-    inner = max(wrong, key=lambda path: path.count("."))
-    return inner, f"returns `{found.get(inner)}` when it is cut, expected `{expected[inner]}`"
+    return first_difference(whole, found)
 
 
 def _leave(running: list[str]) -> None:

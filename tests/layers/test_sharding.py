@@ -108,3 +108,61 @@ def test_numbers_of_heads_are_cut_with_the_heads():
     sinks = nn.Parameter(torch.empty(4, device="meta"))
     model.model.layers[0].self_attn.sinks = sinks
     assert plan_sharding(model, 2).vectors == (f"{ATTENTION}.sinks",)
+
+
+def half_of(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([second, first], -1)
+
+
+NEEDS_ALL = {
+    "mean": lambda x: x - x.mean(-1, keepdim=True),
+    "softmax": lambda x: x.softmax(-1),
+    "norm": lambda x: nn.functional.normalize(x, dim=-1),
+    "layer norm": lambda x: nn.functional.layer_norm(x, x.shape[-1:]),
+    "halves": half_of,
+    "order": lambda x: x.flip(-1),
+    "interleaved": lambda x: x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2),
+    "factor": lambda x: x * x.shape[-1] ** -0.5,
+    "count": lambda x: x / x.shape[-1],
+    "numbers": lambda x: x * torch.arange(x.shape[-1], device=x.device),
+    "running sum": lambda x: x.cumsum(-1),
+    "largest": lambda x: x * (x >= x.topk(4, -1).values[..., -1:]),
+}
+
+
+def in_heads(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, (-1, 4))
+
+
+TREATS_ALIKE = {
+    "activation": lambda x: nn.functional.silu(x) * 2.0,
+    "over tokens": lambda x: x - x.mean(1, keepdim=True),
+    "by head": lambda x: in_heads(x).softmax(-1).flatten(-2),
+    "moved": lambda x: in_heads(x).transpose(1, 2).contiguous().transpose(1, 2).flatten(2),
+    "norm of a head": lambda x: nn.functional.layer_norm(in_heads(x), (4,)).flatten(-2),
+}
+
+
+def mlp_with(between) -> nn.Module:
+    def forward(self, x):
+        return self.down_proj(between(self.up_proj(x)))
+
+    return model_with(forward)
+
+
+@pytest.mark.parametrize("between", NEEDS_ALL)
+def test_what_needs_all_features_is_replicated_although_shapes_fit(between):
+    plan = plan_sharding(mlp_with(NEEDS_ALL[between]), 2)
+    for name in ("up_proj", "down_proj"):
+        style = plan.styles[f"model.layers.1.mlp.{name}"]
+        assert style.kind == "replicated"
+        assert style.reason
+    assert plan.styles["model.layers.0.mlp.up_proj"].kind == "column"
+    assert plan.styles["model.layers.1.self_attn.q_proj"].kind == "column"
+
+
+@pytest.mark.parametrize("between", TREATS_ALIKE)
+def test_what_treats_features_alike_is_cut(between):
+    plan = plan_sharding(mlp_with(TREATS_ALIKE[between]), 2)
+    assert plan.styles["model.layers.1.mlp.up_proj"].kind == "column"
