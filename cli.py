@@ -23,10 +23,13 @@ from quantload.cli_options import (
     MODEL,
     PP,
     QUIET,
+    RULE,
+    SCHEME,
     TP,
     TRUST,
     warn,
 )
+from quantload.cli_stats import stats
 from quantload.errors import ConfigError, NotComparable, QuantloadError
 
 
@@ -52,6 +55,7 @@ def main() -> None:
 
 main.add_command(convert)
 main.add_command(doctor)
+main.add_command(stats)
 
 
 @main.command()
@@ -202,15 +206,23 @@ def compare(reference: str, candidate: str, **flags: Any) -> None:  # noqa: ANN4
 @click.option("--seed", type=int, help="Seed of --sample.")
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
 @click.option("--dtype", help="float32, bfloat16 or float16; default that of the config.")
+@SCHEME
+@RULE
 @TRUST
 @QUIET
 def generate(model: str, prompt: str, **flags: Any) -> None:  # noqa: ANN401 - click's values
-    """Load MODEL and continue PROMPT."""
+    """Load MODEL and continue PROMPT.
+
+    With --scheme or --rule its weights are quantized while they are read, as convert does it;
+    nothing is written.
+    """
     from quantload import api, cli_output
 
     with cli_output.BarProgress(quiet=flags["quiet"]) as progress:
         loaded = api.load(
             model,
+            scheme=flags["scheme"],
+            rules=flags["rules"],
             device=flags["device"],
             dtype=flags["dtype"],
             trust_remote_code=flags["trust_remote_code"],

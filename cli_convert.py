@@ -14,6 +14,8 @@ from quantload.cli_options import (
     EVERY,
     JSON,
     QUIET,
+    RULE,
+    SCHEME,
     TRUST,
     file_settings,
     parse_size,
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("source")
 @click.argument("output", type=click.Path(path_type=Path))
-@click.option("--scheme", help="Scheme of every layer that no rule covers, for example W4A16.")
-@click.option("--rule", "rules", multiple=True, metavar="PATTERN=SCHEME", help="May be repeated.")
+@SCHEME
+@RULE
 @click.option("--config", type=click.Path(path_type=Path), help="TOML file with rules.")
 @click.option("--group-size", type=int, help="Group size of --scheme.")
 @click.option(

@@ -120,6 +120,12 @@ def _rule_texts(table: Mapping[str, object]) -> list[str]:
 
 
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+SCHEME: _Decorator = click.option(
+    "--scheme", help="Scheme of every layer that no rule covers, for example W4A16."
+)
+RULE: _Decorator = click.option(
+    "--rule", "rules", multiple=True, metavar="PATTERN=SCHEME", help="May be repeated."
+)
 JSON: _Decorator = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 QUIET: _Decorator = click.option("--quiet", "-q", is_flag=True, help="Show no progress bars.")
 EVERY: _Decorator = click.option("--all", "every", is_flag=True, help="One row for each module.")

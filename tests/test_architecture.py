@@ -32,9 +32,10 @@ MAY_IMPORT = {
 }
 COMMAND_LINE = {  # one part, in several files
     *("cli", "cli_options", "cli_convert", "cli_plan", "cli_output", "cli_inspect", "cli_compare"),
-    *("cli_doctor", "cli_model"),
+    *("cli_doctor", "cli_model", "cli_stats"),
 }
-PUBLIC = {"api", "api_load", "api_plan", "written_models"}  # what users call, in several files
+# what users call, in several files
+PUBLIC = {"api", "api_load", "api_plan", "api_stats", "written_models"}
 TRANSFORMERS = (
     "layers/attention.py",
     "layers/attention_proof.py",
@@ -86,6 +87,7 @@ PUBLIC_NAMES = [
     "load_weights",
     "plan",
     "register_model",
+    "stats",
     "verify",
 ]
 OPTIONS = {
@@ -106,13 +108,17 @@ OPTIONS = {
     "formats": set(),
     "generate": {
         *("model", "prompt", "--max-new-tokens", "--chat", "--sample", "--seed", "--device"),
-        *("--dtype", "--trust-remote-code", "--quiet"),
+        *("--dtype", "--trust-remote-code", "--quiet", "--scheme", "--rule"),
     },
     "inspect": {
         *("source", "--all", "--json", "--check-tp", "--explain", "--model", "--tp", "--pp"),
         "--trust-remote-code",
     },
     "schemes": set(),
+    "stats": {
+        *("source", "output", "--data", "--token-ids", "--max-tokens", "--device", "--dtype"),
+        *("--overwrite", "--trust-remote-code", "--json", "--quiet"),
+    },
     "verify": {"output", "--source", "--nearest", "--all", "--json", "--quiet"},
 }
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from converting import opened
 from safetensors.torch import load_file
 
-from quantload import __version__, cli_output
+from quantload import __version__, api, cli_output
 from quantload.cli import main
 from quantload.cli_options import parse_size, read_rules
 from quantload.errors import ConfigError, NotComparable
@@ -402,6 +402,25 @@ def test_unknown_device(folder):
     done = run("generate", folder, "x", "--device", "foo")
     assert done.exit_code == 2
     assert done.stderr == "error: unknown device: `foo`, expected `cpu` or `cuda`\n"
+
+
+def test_generate_quantizes_while_loading(folder, monkeypatch):
+    models = []
+    monkeypatch.setattr("quantload.api.load_tokenizer", lambda source: None)
+    monkeypatch.setattr("quantload.api.generate", lambda model, *_, **__: models.append(model))
+    rules = ("--rule", "model.layers.1.=keep", "--rule", "model.layers.0.mlp.=FP8_DYNAMIC")
+    done = run("generate", folder, "x", "--device", "cpu", "--scheme", "W8A8", *rules)
+    assert done.exit_code == 0, done.stderr
+    schemes = {layer.module: layer.scheme for layer in api.explain(models[0])}
+    assert schemes["model.layers.0.self_attn.q_proj"] == "W8A8"
+    assert schemes["model.layers.0.mlp.down_proj"] == "FP8_DYNAMIC"
+    assert "8" not in schemes["model.layers.1.mlp.down_proj"]
+
+
+def test_generate_refuses_a_scheme_that_quantizes_nothing(folder):
+    done = run("generate", folder, "x", "--device", "cpu", "--scheme", "dense")
+    assert done.exit_code == 2
+    assert "`scheme = dense` quantizes nothing" in done.stderr
 
 
 def test_an_incomplete_checkpoint_is_not_loaded(tmp_path):
