@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from quantload.accuracy.doctor import doctor
     from quantload.accuracy.verify import LayerReport, VerifyReport
     from quantload.api import compare, convert, explain, inspect, load, load_tokenizer, plan, verify
+    from quantload.api_stats import stats
     from quantload.errors import QuantloadError
     from quantload.layers.registry import register_model
     from quantload.loader.plan import Plan
@@ -46,6 +47,7 @@ _HOMES = {
     "load_weights": "quantload.written_models",
     "plan": "quantload.api",
     "register_model": "quantload.layers.registry",
+    "stats": "quantload.api_stats",
     "verify": "quantload.api",
 }
 
@@ -70,6 +72,7 @@ __all__ = [
     "load_weights",
     "plan",
     "register_model",
+    "stats",
     "verify",
 ]
 

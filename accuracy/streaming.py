@@ -1,0 +1,483 @@
+"""Run token sequences through a model block by block, so that it is never wholly in memory.
+
+    once            what lies outside the layers (embedding, norms) is loaded and stays
+    for each layer  its weights are loaded, all sequences go through it, the weights are let go;
+                    hidden states wait on the CPU from one layer to the next
+
+Every step is a forward of the model's own code, in which layers that are done let everything
+through and the layer in question is handed the hidden states that were kept: masks, positions and
+rotary tables stay the model's own. Whether a model can be run so is proven as for the stages of a
+pipeline; one that cannot is loaded as a whole, and `why_whole` says why.
+
+Sequences of one length go together; nothing is ever padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantload.errors import ConfigError, MissingTensor, ModelError
+from quantload.layers.experts_layout import holds_experts
+from quantload.layers.experts_proof import fused_experts
+from quantload.layers.experts_surgery import note_on
+from quantload.layers.meta_model import TransformersModel, build_on_meta, output_head, tied_names
+from quantload.layers.pipeline import PipelineCut, find_cut
+from quantload.layers.preparation import PreparedModel, prepare, without_inputs
+from quantload.layers.replacement import put
+from quantload.layers.siblings import is_plain_linear
+from quantload.layers.surgery import finish
+from quantload.loader.assign import assign, planned
+from quantload.loader.places import Job, RankShare
+from quantload.loader.source import Source
+from quantload.mappers.facts import missing_layers
+from quantload.mappers.mapper import Target, WeightMapper
+from quantload.progress import Progress
+
+Watch = Callable[[Mapping[str, nn.Module]], AbstractContextManager[object]]
+_OUTSIDE = -1  # number of what lies in no layer
+_UNKNOWN = -1
+_STATES = "hidden_states"
+
+
+class _Reached(Exception):
+    """Ends a forward early: no error."""
+
+
+class HeadInput(nn.Module):
+    """Stands for an output head whose weight is not loaded: only its input is of interest.
+
+    Args:
+        head: The head, a linear layer.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.in_features = head.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """End the forward here: there are no logits of x."""
+        raise _Reached
+
+
+class _Done(nn.Module):
+    """Stands for a layer that is done, or whose turn has not come: lets hidden states through.
+
+    Args:
+        layer: The layer; only what model code asks it before it calls it is kept.
+        returned: How many parts the tuple has that it returned; 0 if it returned no tuple.
+    """
+
+    def __init__(self, layer: nn.Module, *, returned: int = 0) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, str | int | float) and not name.startswith("_"):
+                setattr(self, name, value)
+        self.returned = returned
+
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> object:
+        """Return the hidden states as they are."""
+        rest = (None,) * (self.returned - 1)
+        return (hidden_states, *rest) if self.returned else hidden_states
+
+
+@dataclass(frozen=True)
+class _OneBlock(RankShare):
+    """What is loaded for one layer: everything outside of it is elsewhere.
+
+    Args:
+        block: Path of the layer.
+    """
+
+    block: str = ""
+
+    def is_elsewhere(self, target: Target) -> bool:
+        """True if a place lies outside of the layer."""
+        return not f"{target.name}.".startswith(f"{self.block}.")
+
+
+@dataclass(frozen=True)
+class StreamedModel:
+    """A model that is run block by block; see the top of this file.
+
+    Args:
+        source: Its checkpoint.
+        prepared: On the meta device; taken apart while it runs, which it does once.
+        device: Where it runs.
+        cut: Where its layers are; None if it is loaded as a whole.
+        why_whole: Why it is; "" if it is not.
+        blind: Experts whose inputs cannot be watched, with the reason, by path.
+        jobs: Where each tensor goes.
+    """
+
+    source: Source
+    prepared: PreparedModel
+    device: torch.device
+    cut: PipelineCut | None
+    why_whole: str
+    blind: Mapping[str, str]
+    jobs: Sequence[Job] = field(default_factory=list, repr=False)
+
+    @property
+    def model(self) -> TransformersModel:
+        """The model, of which only a part is loaded at a time."""
+        return self.prepared.model
+
+    @property
+    def mapper(self) -> WeightMapper:
+        """From checkpoint names to places of the model."""
+        return self.prepared.mapper
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of parts that are in memory one after the other."""
+        return 1 if self.cut is None else self.cut.count
+
+    @torch.no_grad()
+    def run(
+        self,
+        sequences: Sequence[Sequence[int]],
+        watch: Watch,
+        progress: Progress,
+        *,
+        batch_tokens: int = 2048,
+    ) -> None:
+        """Run token sequences through the model; results are what `watch` sees.
+
+        Args:
+            sequences: Token ids.
+            watch: Called for each block with its modules by path; what it returns is open while all
+                sequences run through that block. Modules outside the layers come with the first
+                layer, those after them (the last norm, the head) with the last.
+            progress: Advances by blocks.
+            batch_tokens: Sequences of one length go together up to this many tokens.
+
+        Raises:
+            ConfigError: A token id is none of the vocabulary, or a sequence is too long.
+            ModelError: The model cannot run them.
+        """
+        check_sequences(self.model, sequences)
+        batches = batches_of(sequences, batch_tokens)
+        progress.start("blocks", total=self.num_blocks, unit="blocks")
+        if self.cut is None:
+            self._run_whole(batches, watch)
+            progress.advance(1)
+        else:
+            self._run_blocks(self.cut, batches, watch, progress)
+        progress.finish()
+
+    # -- as a whole ----------------------------------------------------------------------------
+
+    def _run_whole(self, batches: Sequence[Tensor], watch: Watch) -> None:
+        tied = self.prepared.tied
+        done = assign(self.model, self.source, self.mapper, device=self.device, tied=tied)
+        finish(self.model, self.device, untied=done.untied)
+        with watch(dict(self.model.named_modules())):
+            for ids in batches:
+                self._forward(ids)
+
+    # -- block by block ------------------------------------------------------------------------
+
+    def _run_blocks(
+        self, cut: PipelineCut, batches: Sequence[Tensor], watch: Watch, progress: Progress
+    ) -> None:
+        layers = self.model.get_submodule(cut.layers)
+        assert isinstance(layers, nn.ModuleList), f"{cut.layers} is a list of layers"
+        waiting = list(layers)
+        for number, layer in enumerate(waiting):
+            layers[number] = _Done(layer)
+        self._load_outside(cut)
+        outside = self._outside(cut)
+        states: list[Tensor | None] = [None] * len(batches)
+        for number in range(cut.count):
+            layer, path = waiting[number], f"{cut.layers}.{number}"
+            self._load_layer(cut, layer, number)
+            layers[number] = layer
+            modules = {f"{path}.{name}": module for name, module in layer.named_modules() if name}
+            modules |= outside["first"] if number == 0 else {}
+            modules |= outside["last"] if number == cut.count - 1 else {}
+            following = layers[number + 1] if number + 1 < cut.count else None
+            with watch(modules):
+                for place, ids in enumerate(batches):
+                    step = _Step(layer, following, self._head(cut), states[place], self.device)
+                    with step:
+                        self._forward(ids)
+                    states[place] = step.result
+            layers[number] = _Done(layer, returned=step.returned)
+            waiting[number] = nn.Identity()
+            del layer, modules  # lets go of the weights before the next ones come
+            progress.advance(1, note=path)
+
+    def _head(self, cut: PipelineCut) -> nn.Module | None:
+        return self.model.get_submodule(cut.head) if cut.head else None
+
+    def _outside(self, cut: PipelineCut) -> dict[str, dict[str, nn.Module]]:
+        """Return the modules outside the layers, which come with the first or the last of them."""
+        after = (*cut.after, *([cut.head] if cut.head else []))
+        found: dict[str, dict[str, nn.Module]] = {"first": {}, "last": {}}
+        for path, module in self.model.named_modules():
+            if not f"{path}.".startswith(f"{cut.layers}."):
+                is_after = any(f"{path}.".startswith(f"{one}.") for one in after)
+                found["last" if is_after else "first"][path] = module
+        return found
+
+    def _load_outside(self, cut: PipelineCut) -> None:
+        elsewhere = [f"{cut.layers}.{number}" for number in range(cut.count)]
+        tied = dict(self.prepared.tied)
+        is_tied = any(f"{cut.head}.weight" in pair for pair in tied.items())
+        if cut.head and not is_tied and hasattr(self.model.get_submodule(cut.head), "in_features"):
+            put(self.model, cut.head, HeadInput(self.model.get_submodule(cut.head)))
+            elsewhere.append(cut.head)
+        done = assign(
+            self.model,
+            self._source_of(cut, _OUTSIDE),
+            self.mapper,
+            device=self.device,
+            tied=tied,
+            share=RankShare(elsewhere=tuple(elsewhere)),
+        )
+        finish(self.model, self.device, untied=done.untied)
+
+    def _load_layer(self, cut: PipelineCut, layer: nn.Module, number: int) -> None:
+        path = f"{cut.layers}.{number}"
+        assign(
+            _shell(path, layer),
+            self._source_of(cut, number),
+            self.mapper,
+            device=self.device,
+            tied={},
+            share=_OneBlock(block=path),
+        )
+        for module in layer.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type != "meta":
+                    module._buffers[name] = buffer.to(self.device)
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        left = [name for name, tensor in tensors if tensor.device.type == "meta"]
+        if left:
+            raise ModelError(f"never loaded: `{left[0]}` of `{path}`")
+        layer.requires_grad_(False)
+
+    def _source_of(self, cut: PipelineCut, number: int) -> Source:
+        """Return the checkpoint with nothing but what goes to one layer, or outside of them."""
+        names = {job.name for job in self.jobs if _block_of(job.target.module, cut) == number}
+        source = self.source
+        return replace(
+            source,
+            weights={name: weight for name, weight in source.weights.items() if name in names},
+            plain={name: entry for name, entry in source.plain.items() if name in names},
+        )
+
+    def _forward(self, ids: Tensor) -> None:
+        tokens = ids.to(self.device)
+        inputs = {"input_ids": tokens}
+        if self.model.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = tokens
+        with suppress(_Reached):
+            self.model(**inputs, use_cache=False)
+
+
+class _Step:
+    """One batch through one layer, while this is open.
+
+    Args:
+        layer: The layer, loaded.
+        following: The next one, whose input is the result; None if this is the last.
+        head: The output head, where the forward of the last layer ends; None if it goes on.
+        state: What the layer is given, [B, T, H] on the CPU; None lets the model give it.
+        device: Where the layer is.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        following: nn.Module | None,
+        head: nn.Module | None,
+        state: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self._layer, self._following, self._head = layer, following, head
+        self._state, self._device = state, device
+        self._handles: list[Any] = []
+        self.result: Tensor | None = None
+        self.returned = _UNKNOWN
+
+    def __enter__(self) -> _Step:
+        add = self._handles.append
+        add(self._layer.register_forward_pre_hook(self._give, with_kwargs=True))
+        add(self._layer.register_forward_hook(self._note))
+        if self._following is not None:
+            add(self._following.register_forward_pre_hook(self._take, with_kwargs=True))
+        elif self._head is not None:
+            add(self._head.register_forward_pre_hook(_stop))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        is_missed = self.returned == _UNKNOWN or (self._following and self.result is None)
+        if kind is None and is_missed:
+            raise ModelError(f"a forward did not reach `{type(self._layer).__name__}`")
+
+    def _give(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._state is None:
+            return None
+        x = self._state.to(self._device)
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, _STATES: x})
+
+    def _note(self, _: nn.Module, __: tuple[Any, ...], output: object) -> None:
+        self.returned = len(output) if isinstance(output, tuple) else 0
+
+    def _take(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep what the next layer is given: also what the model does between two layers."""
+        x: Tensor = args[0] if args else kwargs[_STATES]
+        self.result = x.cpu()
+        raise _Reached
+
+
+def _stop(*_: object) -> None:
+    raise _Reached
+
+
+def open_streamed(
+    source: Source,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+) -> StreamedModel:
+    """Prepare a checkpoint's model to be run block by block; no weights are read.
+
+    That the checkpoint has all that the model needs, and nothing else, is proven here. Inputs of
+    layers are not quantized, and layers run one by one; experts become `FusedExperts`, whose
+    inputs can be watched.
+
+    Args:
+        source: An open checkpoint, quantized or not.
+        device: Where it runs.
+        dtype: dtype in which it runs.
+        trust_remote_code: Run modelling code that comes with the checkpoint.
+
+    Raises:
+        QuantloadError: As `quantload.load`.
+    """
+    found = source.checkpoint
+    if reason := missing_layers(found.config, found.tensors):
+        raise MissingTensor(f"`{found.name}` is incomplete: {reason}")
+    model = build_on_meta(
+        found.config, found.folder, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    cut, why_whole = _cut_of(model)
+    schemes = {name: w.scheme for name, w in source.weights.items() if w.scheme is not None}
+    prepared = prepare(
+        model,
+        without_inputs(schemes),
+        source.weights,
+        dtype=dtype,
+        names=found.tensors,
+        fuse=False,
+    )
+    blind = dict(_watchable_experts(model, dtype))
+    jobs = planned(model, source, prepared.mapper, tied=prepared.tied)
+    return StreamedModel(source, prepared, device, cut, why_whole, blind, jobs)
+
+
+def _cut_of(model: TransformersModel) -> tuple[PipelineCut | None, str]:
+    """Return where the layers of a model on the meta device are, or why they cannot run alone."""
+    try:
+        cut = find_cut(model, 1)
+    except ModelError as error:
+        return None, error.message.partition(": ")[2] or error.message
+    for one, two in tied_names(model).items():
+        if _block_of(one, cut) != _block_of(two, cut):
+            return None, f"`{one}` and `{two}` are one parameter"
+    head = output_head(model)
+    is_known = head is None or is_plain_linear(head)
+    return (cut if is_known else replace(cut, head="")), ""
+
+
+def _watchable_experts(model: TransformersModel, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
+    """Put our experts in the place of the model's own; yields those that stay, with the reason."""
+    for path, module in list(model.named_modules()):
+        if not holds_experts(module):
+            continue
+        ours = note_on(module) or fused_experts(module, schemes={}, dtype=dtype, prefix=path)
+        if isinstance(ours, str):
+            yield path, ours
+        else:
+            put(model, path, ours)
+
+
+def _block_of(path: str, cut: PipelineCut) -> int:
+    """Return the number of the layer that a module or parameter lies in; -1 for none."""
+    start = f"{cut.layers}."
+    return int(path.removeprefix(start).partition(".")[0]) if path.startswith(start) else _OUTSIDE
+
+
+def _shell(path: str, layer: nn.Module) -> nn.Module:
+    """Return a module that has nothing but a layer at a path."""
+    outer = nn.Module()
+    *parents, name = path.split(".")
+    inner = outer
+    for parent in parents:
+        inner.add_module(parent, nn.Module())
+        inner = inner.get_submodule(parent)
+    inner.add_module(name, layer)
+    return outer
+
+
+# -- sequences -------------------------------------------------------------------------------------
+
+
+def check_sequences(model: TransformersModel, sequences: Sequence[Sequence[int]]) -> None:
+    """Refuse what a model cannot run.
+
+    Raises:
+        ConfigError: There are no tokens, an id is none of the vocabulary, or a sequence is longer
+            than the positions that the config names.
+    """
+    if not any(sequences):
+        raise ConfigError("no tokens", hint="give a text or token ids")
+    embedding = model.get_input_embeddings()
+    size = getattr(embedding, "num_embeddings", None)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for number, ids in enumerate(sequences):
+        wrong = [i for i in ids if i < 0 or (isinstance(size, int) and i >= size)]
+        if wrong:
+            raise ConfigError(
+                f"token id `{wrong[0]}` in sequence {number}, expected 0 to {size} (excluded), the "
+                f"vocabulary of `{type(model).__name__}`",
+                hint="take token ids of this model's tokenizer",
+            )
+        if isinstance(longest, int) and len(ids) > longest > 0:
+            raise ConfigError(
+                f"sequence {number} has {len(ids)} tokens, expected at most {longest}, the "
+                f"`max_position_embeddings` of `{type(model).__name__}`"
+            )
+
+
+def batches_of(sequences: Sequence[Sequence[int]], batch_tokens: int) -> list[Tensor]:
+    """Put sequences of one length together.
+
+    Returns:
+        [B, T] int64 each, on the CPU, of at most `batch_tokens` tokens or one sequence.
+    """
+    by_length: dict[int, list[Sequence[int]]] = {}
+    for ids in sequences:
+        if len(ids):
+            by_length.setdefault(len(ids), []).append(ids)
+    batches = []
+    for length, alike in by_length.items():
+        each = max(1, batch_tokens // length)
+        batches += [torch.tensor(alike[i : i + each]) for i in range(0, len(alike), each)]
+    return batches
+
+
+__all__ = ["HeadInput", "StreamedModel", "batches_of", "check_sequences", "open_streamed"]
