@@ -54,7 +54,7 @@ class FileReader:
             ) from error
 
     def _opened(self, file: Path) -> int:
-        if file != self._file:
+        if file is not self._file and file != self._file:  # comparing paths takes a while
             self.close()
             self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             self._file = file

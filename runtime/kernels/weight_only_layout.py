@@ -13,6 +13,7 @@ slice, S slices (S * C >= K; S is even for grids of up to 4 bits).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -119,18 +120,23 @@ class _Slices:
 
 def _choose_slices(weight: QuantTensor) -> _Slices:
     """Take the widest slices that pad K by no more than an eighth, else those that pad it least."""
-    n_columns = weight.shape[1]
-    if weight.group_of is not None:
-        group_of = weight.group_of.cpu().long()
-    else:
-        group_of = torch.arange(n_columns) // weight.block[1]
-    candidates = [
-        _slices(group_of, weight.scale.shape[1], width, even=weight.grid.bits <= 4)
-        for width in _SLICE_WIDTHS
-    ]
-    for candidate in candidates:
-        if candidate.columns.shape[0] <= n_columns * 9 / 8:
-            return candidate
+    n_groups, even = weight.scale.shape[1], weight.grid.bits <= 4
+    if weight.group_of is None:
+        return _of_blocks(weight.shape[1], weight.block[1], n_groups, even)
+    return _narrowest(weight.group_of.cpu().long(), n_groups, even=even)
+
+
+@lru_cache(maxsize=64)  # a model has few shapes and hundreds of weights, packed while others load
+def _of_blocks(n_columns: int, block: int, n_groups: int, even: bool) -> _Slices:
+    return _narrowest(torch.arange(n_columns) // block, n_groups, even=even)
+
+
+def _narrowest(group_of: Tensor, n_groups: int, *, even: bool) -> _Slices:
+    candidates = []
+    for width in _SLICE_WIDTHS:
+        candidates.append(_slices(group_of, n_groups, width, even=even))
+        if candidates[-1].columns.shape[0] <= group_of.shape[0] * 9 / 8:
+            return candidates[-1]
     return min(candidates, key=lambda candidate: candidate.columns.shape[0])
 
 

@@ -38,7 +38,7 @@ MODULES = {"self_attn.k_proj": (96, 192), "mlp.up_proj": (352, 192), "mlp.down_p
 SCHEMES = [
     *("dense", "W4A16:g32", "W4A16_ASYM:g32", "W8A16:g32", "W3A16:g32", "W6A16:g32", "W8A8"),
     *("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP6A16", "MXFP8A16"),
-    *("fp8 FP8_BLOCK", "fp8 FP8_DYNAMIC", "modelopt NVFP4", "modelopt FP8_BLOCK"),
+    *("fp8 FP8_BLOCK", "fp8 FP8", "modelopt NVFP4", "modelopt FP8_BLOCK"),
     *("gptq W4A16:g32", "awq W4A16_ASYM:g32"),
 ]
 NARROW = {"gptq W4A16:g32", "awq W4A16_ASYM:g32"}  # input features first: read whole

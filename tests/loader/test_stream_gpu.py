@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 SCHEMES = [
     *("W4A16:g32", "W4A16_ASYM:g32", "W3A16:g32", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"),
-    *("NVFP4A16", "MXFP4A16", "MXFP6A16", "MXFP8A16", "fp8 FP8_BLOCK", "fp8 FP8_DYNAMIC"),
+    *("NVFP4A16", "MXFP4A16", "MXFP6A16", "MXFP8A16", "fp8 FP8_BLOCK", "fp8 FP8"),
     *("modelopt NVFP4", "modelopt FP8_BLOCK", "gptq W4A16:g32", "awq W4A16_ASYM:g32"),
 ]
 
