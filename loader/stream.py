@@ -170,6 +170,8 @@ class Stream:
             thread.join()
         if self._copies is not None:  # buffers may be given away only when nobody copies from them
             self._copies.synchronize()
+            if not all(fetch.is_kept for fetch in self.fetches):
+                torch.cuda.empty_cache()  # what was decoded lay in memory of this stream alone
 
     # -- taking --------------------------------------------------------------------------------
 
