@@ -38,6 +38,7 @@ from quantload.errors import ModelError
 TransformersModel: TypeAlias = PreTrainedModel
 
 _PROBE_ATTENTION = "quantload_probe"
+_BY_HEAD = ("s_aux", "sinks", "position_bias")  # what attention functions are given for each head
 # Where a config names no architecture: the first that knows its class.
 _AUTO_CLASSES: tuple[Any, ...] = (
     AutoModelForCausalLM,
@@ -189,7 +190,7 @@ class _LargeOnMeta(TorchFunctionMode):
         if func in _FACTORIES and kwargs.get("device") is None:
             size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
             count = 1
-            for length in size:
+            for length in (size,) if isinstance(size, Tensor) else size:
                 count *= int(length)
             if count >= _LARGE:
                 kwargs = {**kwargs, "device": "meta"}
@@ -313,9 +314,25 @@ def _configs_of(module: nn.Module) -> Iterator[PreTrainedConfig]:
 
 
 def _no_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *_: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
-    """Zeros of the right shape: query [B, H, T, D] and value [B, H', S, V] give [B, T, H, V]."""
+    """Zeros of the right shape: query [B, H, T, D] and value [B, H', S, V] give [B, T, H, V].
+
+    Raises:
+        ValueError: A mask, bias or sink is for another number of heads.
+    """
+    heads = query.shape[1]
+    for x in (attention_mask, *(options.get(name) for name in _BY_HEAD)):
+        if isinstance(x, Tensor) and x.ndim in (1, 4):
+            found = x.shape[0] if x.ndim == 1 else x.shape[1]
+            if found != heads and not (found == 1 and x.ndim == 4):
+                raise ValueError(f"a mask, bias or sink of {found} heads for {heads} query heads")
     shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
     return query.new_zeros(shape), None
 

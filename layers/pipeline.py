@@ -4,6 +4,9 @@
     other stages    their layers; what they enter with is what the stage before has sent
     last stage      its layers, the final norm, the output head; its logits go to all stages
 
+Where results are not computed by a head alone (hidden states, a pooler), or where what comes after
+the layers changes their shape, all stages get what the last layer returns, and run what follows.
+
 Every stage runs the model's own forward. In the places of what it does not hold stand modules
 without weights: an embedding of zeros, layers that let everything through, a head that waits for
 the logits. So masks, positions, rotary tables and scalings of logits stay the model's own code, and
@@ -27,7 +30,8 @@ from quantload.runtime.parallel import Parallel
 _log = logging.getLogger("quantload")
 
 _ALONE = "use tensor parallelism alone"
-_CACHES = ("cache", "past_key_values", "past_key_value")  # what layers call their cache
+_STATES = "hidden_states"
+_OUTPUTS = ("output_hidden_states", "output_attentions")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,10 @@ class PipelineCut:
         after: Paths of what follows the layers, in the order of the forward: norms, the head.
         head: Path of the output head; "" if the model has none.
         is_declared: True if the model's own plan names these modules.
-        returns_tuple: True if a layer returns a tuple, whose first part are the hidden states.
+        returned: For each layer, how many parts the tuple has that it returns, of which the hidden
+            states are the first; 0 if it returns these alone.
+        wide: dtype of the hidden states between layers where it is not that of the model.
+        shares_states: True if all stages get what the last layer returns.
     """
 
     layers: str
@@ -50,7 +57,9 @@ class PipelineCut:
     after: tuple[str, ...]
     head: str
     is_declared: bool
-    returns_tuple: bool = False
+    returned: tuple[int, ...] = ()
+    wide: torch.dtype | None = None
+    shares_states: bool = False
 
     def stage_of(self, layer: int, stages: int) -> int:
         """Return the stage that holds a layer: as many for each, the first ones one more."""
@@ -83,7 +92,7 @@ def find_cut(model: TransformersModel, stages: int) -> PipelineCut:
     head = "" if head_module is None else _path_of(model, head_module)
     numbers = [f"{layers}.{n}" for n in range(count)]
     try:
-        seen = trace(model, embedding=embedding, layers=numbers)
+        seen = trace(model, embedding=embedding, layers=numbers, head=head)
     except Exception as error:
         raise ModelError(
             f"`{type(model).__name__}` cannot be cut into stages: it does not run on the meta "
@@ -95,6 +104,12 @@ def find_cut(model: TransformersModel, stages: int) -> PipelineCut:
         leaks = ["its layers do not run one after the other", *leaks]
     if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
         leaks = ["layers share keys and values with others", *leaks]
+    if model.config.is_encoder_decoder:
+        leaks = ["it has an encoder and a decoder", *leaks]
+    if not all(isinstance(order.get(path), tuple | Tensor) for path in numbers):
+        leaks = ["its layers return neither hidden states nor a tuple", *leaks]
+    if len({x.shape for x in seen.states}) > 1:
+        leaks = ["its layers return hidden states of unlike shapes", *leaks]
     if leaks:
         raise ModelError(
             f"`{type(model).__name__}` cannot be cut into stages: {leaks[0]}", hint=_ALONE
@@ -115,14 +130,22 @@ def find_cut(model: TransformersModel, stages: int) -> PipelineCut:
             stages,
         )
     outputs = [order[path] for path in numbers]
+    dtypes = {x.dtype for x in seen.states}
+    tokens = seen.states[-1].shape[:-1]
     return PipelineCut(
         layers=layers,
         count=count,
         embedding=embedding,
-        after=tuple(after),
+        after=tuple(
+            path for path in after if not f"{head}.".startswith(f"{path}.") or path == head
+        ),
         head=head,
         is_declared=is_declared,
-        returns_tuple=all(isinstance(output, tuple) for output in outputs),
+        returned=tuple(len(x) if isinstance(x, tuple) else 0 for x in outputs),
+        wide=torch.float32 if torch.float32 in dtypes else None,
+        shares_states=seen.reads_states
+        or seen.head_input is None
+        or seen.head_input.shape[:-1] != tokens,
     )
 
 
@@ -179,32 +202,56 @@ def cut_into_stages(
     for number in range(cut.count):
         if number not in held:
             elsewhere.append(f"{cut.layers}.{number}")
-            layers[number] = Passed(layers[number], index=number, returns_tuple=cut.returns_tuple)
-    link = _Link(parallel)
+            layers[number] = Passed(layers[number], index=number, returned=cut.returned[number])
+    link = _Link(parallel, cut.wide)
+    _refuse_states_of_layers(model)
     if not parallel.is_first_stage:
         layers[held[0]].register_forward_pre_hook(link.receive, with_kwargs=True)
         if not (parallel.is_last_stage and tied_head):
             elsewhere.append(cut.embedding)
             _put(model, cut.embedding, NoEmbedding(model.get_submodule(cut.embedding)))
-    if not parallel.is_last_stage:
-        layers[held[-1]].register_forward_hook(link.send)
-    last = cut.head or (cut.after[-1] if cut.after else f"{cut.layers}.{cut.count - 1}")
-    if parallel.is_last_stage:
-        model.get_submodule(last).register_forward_hook(link.share_logits)
-        return tuple(elsewhere)
-    for path in cut.after:
+    if not parallel.is_last_stage:  # after what the model does between two layers
+        layers[held[-1] + 1].register_forward_pre_hook(link.send, with_kwargs=True)
+    if cut.shares_states:
+        layers[-1].register_forward_hook(link.share_states)
+    return (*elsewhere, *_cut_after(model, cut, link))
+
+
+def _cut_after(model: TransformersModel, cut: PipelineCut, link: _Link) -> list[str]:
+    """Leave of what follows the layers what a stage holds; returns what it does not."""
+    elsewhere: list[str] = []
+    last = cut.head or ("" if cut.shares_states else cut.after[-1])
+    if link.parallel.is_last_stage:
+        if last:
+            model.get_submodule(last).register_forward_hook(link.share_logits)
+        return elsewhere
+    for path in cut.after if not cut.shares_states else ():
         if path != last:
             elsewhere.append(path)
-            passed = Passed(model.get_submodule(path), index=None, returns_tuple=False)
-            _put(model, path, passed)
-    elsewhere.append(last)
-    _put(model, last, Awaited(link, width=_width(model.get_submodule(last))))
-    return tuple(elsewhere)
+            _put(model, path, Passed(model.get_submodule(path), index=None))
+    if last:
+        elsewhere.append(last)
+        _put(model, last, Awaited(link, model.get_submodule(last)))
+    return elsewhere
 
 
-def _width(module: nn.Module) -> int | None:
-    """Return the features of the result of a module, None for as many as it takes."""
-    return module.out_features if isinstance(module, nn.Linear) else None
+def _refuse_states_of_layers(model: TransformersModel) -> None:
+    """Let a model refuse to return what its layers computed: no stage has that of all layers."""
+
+    def check(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name in _OUTPUTS:
+            asked = kwargs.get(name)
+            if getattr(module.config, name, False) if asked is None else asked:
+                raise ModelError(
+                    f"`{name}` is asked of a model that is cut into stages, expected none: no "
+                    "stage has those of all layers",
+                    hint="`model.set_aux_hidden_state_layers(...)` returns the hidden states of "
+                    "chosen layers",
+                )
+
+    parts = {id(part): part for part in (model, model.base_model, model.get_decoder())}
+    for part in parts.values():
+        part.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -217,27 +264,32 @@ class _Link:
 
     Args:
         parallel: Which stage this is.
+        wide: See `PipelineCut`.
     """
 
-    def __init__(self, parallel: Parallel) -> None:
-        self.parallel = parallel
+    def __init__(self, parallel: Parallel, wide: torch.dtype | None = None) -> None:
+        self.parallel, self.wide = parallel, wide
 
     def receive(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Let the first layer of the stage enter with what was sent; a forward pre-hook."""
-        key = "hidden_states"
-        placeholder: Tensor = args[0] if args else kwargs[key]
+        placeholder: Tensor = args[0] if args else kwargs[_STATES]
         x = self.parallel.receive(
-            placeholder.shape, dtype=placeholder.dtype, device=placeholder.device
+            placeholder.shape, dtype=self.wide or placeholder.dtype, device=placeholder.device
         )
-        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, key: x})
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, _STATES: x})
 
-    def send(self, _: nn.Module, __: tuple[Any, ...], output: object) -> None:
-        """Send what the last layer of the stage returns; a forward hook."""
-        x = output[0] if isinstance(output, tuple) else output
-        assert isinstance(x, Tensor), "a layer returns hidden states"
-        self.parallel.send(x)
+    def send(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Send what the first layer of the next stage is given; a forward pre-hook."""
+        x: Tensor = args[0] if args else kwargs[_STATES]
+        self.parallel.send(x.to(self.wide or x.dtype))
+
+    def share_states(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401
+        """Give what the last layer returns to all stages; a forward hook."""
+        x: Tensor = output[0] if isinstance(output, tuple) else output
+        x = self.parallel.broadcast(x.to(self.wide or x.dtype).contiguous(), -1)
+        return (x, *output[1:]) if isinstance(output, tuple) else x
 
     def share_logits(self, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         """Give the result of the last stage to all stages; a forward hook."""
@@ -253,22 +305,41 @@ class Passed(nn.Module):
     Args:
         layer: The layer; only what model code asks it before it calls it is kept.
         index: Its number among the layers; None if it has no place in a cache.
-        returns_tuple: True if it returns a tuple.
+        returned: How many parts the tuple has that it returns; 0 if it returns no tuple.
     """
 
-    def __init__(self, layer: nn.Module, *, index: int | None, returns_tuple: bool) -> None:
+    def __init__(self, layer: nn.Module, *, index: int | None, returned: int = 0) -> None:
         super().__init__()
-        self.index, self.returns_tuple = index, returns_tuple
         for name, value in vars(layer).items():
-            if isinstance(value, str | int | bool) and not name.startswith("_"):
+            if isinstance(value, str | int | float) and not name.startswith("_"):
                 setattr(self, name, value)
+        own = {getattr(part, "layer_idx", None) for part in layer.modules() if part is not layer}
+        numbers = sorted(number for number in own if isinstance(number, int))
+        # several, if the layer has more than one attention
+        self.indices = () if index is None else tuple(numbers) or (index,)
+        self.returned = returned
 
-    def forward(self, hidden_states: Tensor, *_: object, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Return the hidden states as they are."""
-        cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
-        if cache is not None and self.index is not None:
-            _fill(cache, self.index, hidden_states)
-        return (hidden_states,) if self.returns_tuple else hidden_states
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Return the hidden states as they are.
+
+        Raises:
+            ModelError: The model keeps what it computed of earlier tokens in something unknown.
+        """
+        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        if caches:
+            for index in self.indices:
+                _fill(caches[0], index, hidden_states)
+        elif kwargs.get("use_cache") and self.indices:
+            raise ModelError(
+                f"layer {self.indices[0]} is given no cache of transformers, which stages need",
+                hint="pass `use_cache=False`",
+            )
+        rest = (None,) * (self.returned - 1)
+        return (hidden_states, *rest) if self.returned else hidden_states
+
+
+def _is_cache(value: object) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def _fill(cache: Any, index: int, x: Tensor) -> None:  # noqa: ANN401 - of transformers
@@ -282,6 +353,14 @@ def _fill(cache: Any, index: int, x: Tensor) -> None:  # noqa: ANN401 - of trans
         cache.update_conv_state(x.new_zeros(batch, 1, tokens), index, state)
 
 
+def _keep_weight(module: nn.Module, of: nn.Module) -> None:
+    """Give a module an empty weight of another's dtype and width, which model code may ask for."""
+    weight = of.weight
+    assert isinstance(weight, Tensor), "it has a weight"
+    empty = torch.empty(0, weight.shape[-1], dtype=weight.dtype)
+    module.register_buffer("weight", empty, persistent=False)
+
+
 class NoEmbedding(nn.Module):
     """Stands for the embedding of the first stage: zeros of its shape, which nobody reads.
 
@@ -289,17 +368,15 @@ class NoEmbedding(nn.Module):
         embedding: The embedding.
     """
 
+    weight: Tensor
+
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
-        weight = embedding.weight
-        assert isinstance(weight, Tensor), "an embedding has a weight"
-        self.embedding_dim, self.dtype = weight.shape[-1], weight.dtype
+        _keep_weight(self, embedding)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Map [B, T] to zeros [B, T, H]."""
-        return torch.zeros(
-            *input_ids.shape, self.embedding_dim, dtype=self.dtype, device=input_ids.device
-        )
+        return self.weight.new_zeros(*input_ids.shape, self.weight.shape[-1])
 
 
 class Awaited(nn.Module):
@@ -307,13 +384,17 @@ class Awaited(nn.Module):
 
     Args:
         link: Of this stage.
-        width: Features of the result; None for those of the input.
+        head: The head.
     """
 
-    def __init__(self, link: _Link, *, width: int | None) -> None:
+    weight: Tensor
+
+    def __init__(self, link: _Link, head: nn.Module) -> None:
         super().__init__()
         self.__dict__["link"] = link
-        self.width = width
+        if hasattr(head, "weight"):
+            _keep_weight(self, head)
+        self.width = head.out_features if isinstance(head, nn.Linear) else None
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         """Map [..., H] to the last stage's result for it."""

@@ -27,6 +27,7 @@ from quantload.layers.meta_model import (
     is_transposed_linear,
     output_head,
     tensor_parallel_plan,
+    tied_names,
 )
 from quantload.layers.probe import probe
 from quantload.layers.sharding_proof import Steps, first_difference, watch_steps
@@ -47,6 +48,7 @@ _KINDS: dict[str, Kind] = {
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 _HEAD_SIZES = ("head_dim", "head_size")
 _CUT = ("column", "row")
+_UNPROVEN = "cannot be shared: its attention does not run under a function for any number of heads"
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def plan_sharding(model: TransformersModel, ranks: int) -> ShardPlan:
     declared = dict(_declared(model))
     declared |= _inferred(model, declared)
     styles = {path: _style(model, path, declared.get(path), ranks) for path in _layers(model)}
+    styles |= _tied(model, styles)
     styles |= _together(styles)
     plan = ShardPlan(ranks, styles, tuple(_head_vectors(model, styles, ranks)))
     return _proven(model, plan)
@@ -145,11 +148,22 @@ def _inferred(model: nn.Module, declared: Mapping[str, str]) -> dict[str, str]:
     for path, block in model.named_modules():
         paths = [f"{path}.{name}" for name in _ATTENTION]
         has_all = all(is_plain_linear(getattr(block, name, None)) for name in _ATTENTION)  # type: ignore[arg-type]
-        config = getattr(block, "config", None)
-        runs_ours = str(getattr(config, "_attn_implementation", "")).startswith(ATTENTION)
-        if has_all and runs_ours and not any(one in declared for one in paths):
+        if has_all and _runs_ours(block) and not any(one in declared for one in paths):
             found |= dict(zip(paths, _ATTENTION.values(), strict=True))
     return found
+
+
+def _runs_ours(block: nn.Module) -> bool:
+    """True if attention runs under the function that takes any number of heads."""
+    config = getattr(block, "config", None)
+    return str(getattr(config, "_attn_implementation", "")).startswith(ATTENTION)
+
+
+def _is_attention_proven(model: TransformersModel, path: str) -> bool:
+    """False for a block whose attention the proof does not see, and which does not run ours."""
+    block = model.get_submodule(path.rpartition(".")[0])
+    is_attention = hasattr(block, "config") and hasattr(block, "scaling")
+    return not is_attention or _runs_ours(block) or not model._can_set_attn_implementation()
 
 
 def _style(model: TransformersModel, path: str, declared: str | None, ranks: int) -> Style:
@@ -159,6 +173,8 @@ def _style(model: TransformersModel, path: str, declared: str | None, ranks: int
     module = model.get_submodule(path)
     if kind is None:
         return Style("replicated", reason=f"style `{declared}` of the plan")
+    if kind in _CUT and not _is_attention_proven(model, path):
+        return Style("replicated", reason=_UNPROVEN)
     if kind == "vocabulary" or (kind == "column gathered" and module is output_head(model)):
         return Style("vocabulary")
     if not isinstance(module, nn.Linear):
@@ -197,6 +213,18 @@ def _together(styles: Mapping[str, Style]) -> dict[str, Style]:
             if styles[path].kind in _CUT:
                 changed[path] = Style("replicated", reason=reason)
     return changed
+
+
+def _tied(model: TransformersModel, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Replicate linear layers whose weight is that of another: they stay one parameter."""
+    ties = tied_names(model)
+    modules = {name.rpartition(".")[0] for names in ties.items() for name in names}
+    reason = "cannot be shared: its weight is that of another layer as well"
+    return {
+        path: Style("replicated", reason=reason)
+        for path, style in styles.items()
+        if path in modules and style.kind not in ("vocabulary", "replicated")
+    }
 
 
 def _head_vectors(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> Iterator[str]:

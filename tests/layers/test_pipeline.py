@@ -71,7 +71,7 @@ def test_a_model_that_reads_the_embedding_after_its_layers_is_refused():
             x = layer(x, position_embeddings=angles)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x + embedded))
 
-    with pytest.raises(ModelError, match="after the layers, reads the embedding"):
+    with pytest.raises(ModelError, match="after the layers reads the embedding"):
         find_cut(with_forward(forward), 2)
 
 
@@ -103,7 +103,7 @@ def test_too_few_layers_are_refused():
 
 
 def test_a_layer_of_another_stage_keeps_the_count_of_tokens():
-    layer = Passed(nn.Module(), index=0, returns_tuple=True)
+    layer = Passed(nn.Module(), index=0, returned=1)
     cache, x = DynamicCache(), torch.randn(2, 5, 8)
     assert layer(x, past_key_values=cache)[0] is x
     assert cache.get_seq_length() == 5

@@ -10,6 +10,7 @@ import torch
 from fake_source import tiny_config
 from torch import nn
 
+from quantload.layers.attention import use_attention
 from quantload.layers.meta_model import build_on_meta
 from quantload.layers.sharding import ShardPlan, Style, plan_sharding
 
@@ -18,8 +19,14 @@ ATTENTION = "model.layers.0.self_attn"
 
 
 def plan_of(model_type: str, ranks: int, **options: object) -> ShardPlan:
+    return plan_sharding(built(model_type, **options), ranks)
+
+
+def built(model_type: str = "llama", **options: object) -> nn.Module:
     config = tiny_config(model_type, **options)
-    return plan_sharding(build_on_meta(config, NOWHERE, dtype=torch.float32), ranks)
+    model = build_on_meta(config, NOWHERE, dtype=torch.float32)
+    use_attention(model)
+    return model
 
 
 def kinds(plan: ShardPlan) -> dict[str, int]:
@@ -66,7 +73,7 @@ def test_a_model_without_a_plan_is_replicated():
 
 
 def model_with(forward) -> nn.Module:
-    model = build_on_meta(tiny_config("llama"), NOWHERE, dtype=torch.float32)
+    model = built()
     block = type(model.model.layers[0].mlp)
     model.model.layers[1].mlp.__class__ = type("Odd", (block,), {"forward": forward})
     return model
@@ -104,7 +111,7 @@ def test_a_model_that_does_not_run_is_replicated():
 
 
 def test_numbers_of_heads_are_cut_with_the_heads():
-    model = build_on_meta(tiny_config("llama"), NOWHERE, dtype=torch.float32)
+    model = built()
     sinks = nn.Parameter(torch.empty(4, device="meta"))
     model.model.layers[0].self_attn.sinks = sinks
     assert plan_sharding(model, 2).vectors == (f"{ATTENTION}.sinks",)
@@ -166,3 +173,42 @@ def test_what_needs_all_features_is_replicated_although_shapes_fit(between):
 def test_what_treats_features_alike_is_cut(between):
     plan = plan_sharding(mlp_with(TREATS_ALIKE[between]), 2)
     assert plan.styles["model.layers.1.mlp.up_proj"].kind == "column"
+
+
+def test_attention_under_a_function_of_transformers_is_replicated():
+    model = build_on_meta(tiny_config("llama"), NOWHERE, dtype=torch.float32)
+    style = plan_sharding(model, 2).styles[f"{ATTENTION}.q_proj"]
+    assert style.kind == "replicated"
+    assert "attention does not run" in style.reason
+
+
+def test_sinks_of_all_heads_beside_some_heads_are_seen():
+    model = built("gpt_oss", num_local_experts=2, num_experts_per_tok=1)
+    assert plan_sharding(model, 2).styles[f"{ATTENTION}.q_proj"].kind == "column"
+    for layer in model.model.layers:  # a size of heads that nothing names: sinks are not cut
+        del layer.self_attn.head_dim
+        forward = type(layer.self_attn).forward
+
+        def run(self, *args, forward=forward, **kwargs):
+            self.__dict__["head_dim"] = 16
+            try:
+                return forward(self, *args, **kwargs)
+            finally:
+                del self.__dict__["head_dim"]
+
+        layer.self_attn.__class__ = type("Odd", (type(layer.self_attn),), {"forward": run})
+    style = plan_sharding(model, 2).styles[f"{ATTENTION}.q_proj"]
+    assert (style.kind, style.reason) == (
+        "replicated",
+        "shapes do not fit when it is cut (ValueError)",
+    )
+
+
+def test_layers_that_are_one_parameter_are_replicated():
+    model = built()
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    plan = plan_sharding(model, 2)
+    for number in (0, 1):
+        assert plan.styles[f"model.layers.{number}.mlp.down_proj"].kind == "replicated"
+        assert plan.styles[f"model.layers.{number}.self_attn.q_proj"].kind == "column"
