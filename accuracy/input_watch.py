@@ -34,6 +34,7 @@ class InputWatch:
     def __init__(self) -> None:
         self.sums: dict[Place, InputSums] = {}
         self.places: set[Place] = set()
+        self.transposed: set[str] = set()  # paths of layers that store their weight as [K, N]
         self._last: tuple[Tensor, int, InputSums] | None = None
 
     @contextmanager
@@ -49,6 +50,8 @@ class InputWatch:
                 inside.append(path)
             elif _is_linear(module):
                 self.places.add((path, "weight", -1))
+                if is_transposed_linear(module):
+                    self.transposed.add(path)
                 hook = partial(self._enter_linear, path)
                 handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
                 inside.append(path)

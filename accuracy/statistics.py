@@ -75,10 +75,17 @@ class InputStatisticsReport:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know."""
         found = []
-        if self.unseen:
+        experts = [name for name in self.unseen if _EXPERT.search(name)]
+        others = [name for name in self.unseen if not _EXPERT.search(name)]
+        if experts:
             found.append(
-                f"no token reached {counted(len(self.unseen), 'module')}, which the file leaves "
-                f"out: {listed(self.unseen)}; more tokens, or others, may reach them"
+                f"no token reached {counted(len(experts), 'module')} of experts, which the file "
+                f"leaves out: {listed(experts)}; more tokens, or others, may reach them"
+            )
+        if others:
+            found.append(
+                f"{counted(len(others), 'module was', 'modules were')} never called, and the file "
+                f"leaves {'it' if len(others) == 1 else 'them'} out: {listed(others)}"
             )
         if self.why_blind:
             path, reason = next(iter(self.why_blind.items()))
@@ -180,7 +187,9 @@ class _Named:
             if sums is None or (total is not None and total.equals(sums)):
                 continue
             total = sums if total is None else total + sums
-        columns = self._experts.source.weights[module].shape[1]
+        rows, columns = self._experts.source.weights[module].shape
+        if any(path in self._watch.transposed for path, _, _ in self._places(module)):
+            columns = rows  # the file has it as the layer stores it
         if total is not None and total.squares.shape[0] != columns:
             raise ModelError(
                 f"the layer of `{module}` was handed {total.squares.shape[0]} features, expected "
