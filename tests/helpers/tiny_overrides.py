@@ -112,6 +112,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vocabulary_map": {"<image>": 100, "<|extra_200|>": 101},
     },
     "chameleon": {"vq_config.base_channels": 32, "vocabulary_map": {"<image>": 100}},
+    "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": {
         "num_kv_shared_layers": 2,
         "num_hidden_layers": 4,
