@@ -34,7 +34,7 @@ class InputSums:
         """Sum up inputs x [..., K] of any float dtype, at least one token."""
         rows = x.detach().reshape(-1, x.shape[-1])
         squares = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-        for part in rows.split(max(1, _CHUNK // rows.shape[1])):
+        for part in torch.split(rows, max(1, _CHUNK // rows.shape[1])):
             squares += part.to(torch.float64).square().sum(dim=0)  # the input is the model's
         return cls(
             count=rows.shape[0],

@@ -33,7 +33,7 @@ def run_on_meta(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 def run_mixed(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Run a forward of which only the parameters are on the meta device; see `Mixed`."""
-    with torch.no_grad(), Mixed():
+    with torch.no_grad(), Mixed():  # type: ignore[no-untyped-call]
         torch.func.functional_call(model, _tensors(model, keep_buffers=True), kwargs=dict(inputs))
 
 
@@ -62,7 +62,7 @@ def _meta(value: Any) -> Any:  # noqa: ANN401 - an argument of any type
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-class Mixed(TorchDispatchMode):
+class Mixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets meta tensors and small ones with values be used together.
 
     all arguments have values     the operation runs as it is
@@ -105,7 +105,7 @@ def _tensors_in(tree: object) -> list[Tensor]:
 
 
 def _meta_of(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type == "meta" else _meta(tensor)  # type: ignore[no-any-return]
+    return tensor if tensor.device.type == "meta" else _meta(tensor)
 
 
 def _writes(func: Any) -> bool:  # noqa: ANN401

@@ -16,6 +16,7 @@ the logits. So masks, positions, rotary tables and scalings of logits stay the m
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from quantload.errors import ModelError
 from quantload.layers.meta_model import TransformersModel, output_head, pipeline_plan
 from quantload.layers.pipeline_proof import trace
+from quantload.layers.pipeline_stand_ins import Awaited, NoEmbedding, Passed
 from quantload.runtime.parallel import Parallel
 
 _log = logging.getLogger("quantload")
@@ -47,7 +49,8 @@ class PipelineCut:
         is_declared: True if the model's own plan names these modules.
         returned: For each layer, how many parts the tuple has that it returns, of which the hidden
             states are the first; 0 if it returns these alone.
-        wide: dtype of the hidden states between layers where it is not that of the model.
+        dtypes: Of the hidden states that each layer is given, then of those that the last one
+            returns; None for that of the model.
         shares_states: True if all stages get what the last layer returns.
     """
 
@@ -58,7 +61,7 @@ class PipelineCut:
     head: str
     is_declared: bool
     returned: tuple[int, ...] = ()
-    wide: torch.dtype | None = None
+    dtypes: tuple[torch.dtype | None, ...] = ()
     shares_states: bool = False
 
     def stage_of(self, layer: int, stages: int) -> int:
@@ -130,19 +133,19 @@ def find_cut(model: TransformersModel, stages: int) -> PipelineCut:
             stages,
         )
     outputs = [order[path] for path in numbers]
-    dtypes = {x.dtype for x in seen.states}
     tokens = seen.states[-1].shape[:-1]
     return PipelineCut(
         layers=layers,
         count=count,
         embedding=embedding,
-        after=tuple(
-            path for path in after if not f"{head}.".startswith(f"{path}.") or path == head
-        ),
+        after=tuple(path for path in after if path == head or not _holds(path, layers, head)),
         head=head,
         is_declared=is_declared,
         returned=tuple(len(x) if isinstance(x, tuple) else 0 for x in outputs),
-        wide=torch.float32 if torch.float32 in dtypes else None,
+        dtypes=tuple(
+            torch.float32 if x.dtype == torch.float32 else None
+            for x in (*seen.given, seen.states[-1])
+        ),
         shares_states=seen.reads_states
         or seen.head_input is None
         or seen.head_input.shape[:-1] != tokens,
@@ -177,6 +180,10 @@ def _path_of(model: nn.Module, module: nn.Module) -> str:
     return next((path for path, other in model.named_modules() if other is module), "")
 
 
+def _holds(path: str, *others: str) -> bool:
+    return any(not path or f"{other}.".startswith(f"{path}.") for other in others)
+
+
 def _owns_parameters(model: nn.Module, path: str) -> bool:
     return any(True for _ in model.get_submodule(path).parameters(recurse=False))
 
@@ -203,7 +210,7 @@ def cut_into_stages(
         if number not in held:
             elsewhere.append(f"{cut.layers}.{number}")
             layers[number] = Passed(layers[number], index=number, returned=cut.returned[number])
-    link = _Link(parallel, cut.wide)
+    link = _Link(parallel, cut)
     _refuse_states_of_layers(model)
     if not parallel.is_first_stage:
         layers[held[0]].register_forward_pre_hook(link.receive, with_kwargs=True)
@@ -231,7 +238,7 @@ def _cut_after(model: TransformersModel, cut: PipelineCut, link: _Link) -> list[
             _put(model, path, Passed(model.get_submodule(path), index=None))
     if last:
         elsewhere.append(last)
-        _put(model, last, Awaited(link, model.get_submodule(last)))
+        _put(model, last, Awaited(link.parallel, model.get_submodule(last)))
     return elsewhere
 
 
@@ -249,9 +256,11 @@ def _refuse_states_of_layers(model: TransformersModel) -> None:
                     "chosen layers",
                 )
 
-    parts = {id(part): part for part in (model, model.base_model, model.get_decoder())}
+    decoder: Callable[[], object] = model.get_decoder
+    parts = {id(part): part for part in (model, model.base_model, decoder())}
     for part in parts.values():
-        part.register_forward_pre_hook(check, with_kwargs=True)
+        if isinstance(part, TransformersModel):
+            part.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -264,11 +273,14 @@ class _Link:
 
     Args:
         parallel: Which stage this is.
-        wide: See `PipelineCut`.
+        cut: How the model is cut.
     """
 
-    def __init__(self, parallel: Parallel, wide: torch.dtype | None = None) -> None:
-        self.parallel, self.wide = parallel, wide
+    def __init__(self, parallel: Parallel, cut: PipelineCut) -> None:
+        self.parallel = parallel
+        held = cut.held_by(parallel.pp_rank, parallel.pp_size)
+        self.entered, self.left = cut.dtypes[held[0]], cut.dtypes[held[-1] + 1]
+        self.returned = cut.dtypes[-1]
 
     def receive(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -276,131 +288,24 @@ class _Link:
         """Let the first layer of the stage enter with what was sent; a forward pre-hook."""
         placeholder: Tensor = args[0] if args else kwargs[_STATES]
         x = self.parallel.receive(
-            placeholder.shape, dtype=self.wide or placeholder.dtype, device=placeholder.device
+            placeholder.shape, dtype=self.entered or placeholder.dtype, device=placeholder.device
         )
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, _STATES: x})
 
     def send(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Send what the first layer of the next stage is given; a forward pre-hook."""
         x: Tensor = args[0] if args else kwargs[_STATES]
-        self.parallel.send(x.to(self.wide or x.dtype))
+        self.parallel.send(x.to(self.left or x.dtype))
 
     def share_states(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401
         """Give what the last layer returns to all stages; a forward hook."""
         x: Tensor = output[0] if isinstance(output, tuple) else output
-        x = self.parallel.broadcast(x.to(self.wide or x.dtype).contiguous(), -1)
+        x = self.parallel.broadcast(x.to(self.returned or x.dtype).contiguous(), -1)
         return (x, *output[1:]) if isinstance(output, tuple) else x
 
     def share_logits(self, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         """Give the result of the last stage to all stages; a forward hook."""
         return self.parallel.broadcast(output, -1)
-
-
-class Passed(nn.Module):
-    """Stands for a layer of another stage: lets hidden states through.
-
-    A cache counts its tokens by its first layer, and masks are made for it: so an entry without
-    content is made for each layer.
-
-    Args:
-        layer: The layer; only what model code asks it before it calls it is kept.
-        index: Its number among the layers; None if it has no place in a cache.
-        returned: How many parts the tuple has that it returns; 0 if it returns no tuple.
-    """
-
-    def __init__(self, layer: nn.Module, *, index: int | None, returned: int = 0) -> None:
-        super().__init__()
-        for name, value in vars(layer).items():
-            if isinstance(value, str | int | float) and not name.startswith("_"):
-                setattr(self, name, value)
-        own = {getattr(part, "layer_idx", None) for part in layer.modules() if part is not layer}
-        numbers = sorted(number for number in own if isinstance(number, int))
-        # several, if the layer has more than one attention
-        self.indices = () if index is None else tuple(numbers) or (index,)
-        self.returned = returned
-
-    def forward(self, hidden_states: Tensor, *args: object, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Return the hidden states as they are.
-
-        Raises:
-            ModelError: The model keeps what it computed of earlier tokens in something unknown.
-        """
-        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-        if caches:
-            for index in self.indices:
-                _fill(caches[0], index, hidden_states)
-        elif kwargs.get("use_cache") and self.indices:
-            raise ModelError(
-                f"layer {self.indices[0]} is given no cache of transformers, which stages need",
-                hint="pass `use_cache=False`",
-            )
-        rest = (None,) * (self.returned - 1)
-        return (hidden_states, *rest) if self.returned else hidden_states
-
-
-def _is_cache(value: object) -> bool:
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
-
-
-def _fill(cache: Any, index: int, x: Tensor) -> None:  # noqa: ANN401 - of transformers
-    """Make an entry without content for the tokens of x [B, T, H] in a layer of a cache."""
-    batch, tokens = x.shape[:2]
-    layer = cache.layers[index] if index < len(cache.layers) else None
-    if layer is None or hasattr(layer, "get_seq_length"):  # not what has no cache at all
-        empty = x.new_zeros(batch, 1, tokens, 1)
-        cache.update(empty, empty, index)
-    for state in getattr(layer, "has_previous_state", ()):
-        cache.update_conv_state(x.new_zeros(batch, 1, tokens), index, state)
-
-
-def _keep_weight(module: nn.Module, of: nn.Module) -> None:
-    """Give a module an empty weight of another's dtype and width, which model code may ask for."""
-    weight = of.weight
-    assert isinstance(weight, Tensor), "it has a weight"
-    empty = torch.empty(0, weight.shape[-1], dtype=weight.dtype)
-    module.register_buffer("weight", empty, persistent=False)
-
-
-class NoEmbedding(nn.Module):
-    """Stands for the embedding of the first stage: zeros of its shape, which nobody reads.
-
-    Args:
-        embedding: The embedding.
-    """
-
-    weight: Tensor
-
-    def __init__(self, embedding: nn.Module) -> None:
-        super().__init__()
-        _keep_weight(self, embedding)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Map [B, T] to zeros [B, T, H]."""
-        return self.weight.new_zeros(*input_ids.shape, self.weight.shape[-1])
-
-
-class Awaited(nn.Module):
-    """Stands for the head of the last stage: returns what that computes.
-
-    Args:
-        link: Of this stage.
-        head: The head.
-    """
-
-    weight: Tensor
-
-    def __init__(self, link: _Link, head: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["link"] = link
-        if hasattr(head, "weight"):
-            _keep_weight(self, head)
-        self.width = head.out_features if isinstance(head, nn.Linear) else None
-
-    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-        """Map [..., H] to the last stage's result for it."""
-        shape = (*hidden_states.shape[:-1], self.width or hidden_states.shape[-1])
-        link: _Link = self.__dict__["link"]
-        return link.parallel.broadcast(hidden_states.new_empty(shape), -1)
 
 
 __all__ = ["PipelineCut", "cut_into_stages", "find_cut"]

@@ -86,7 +86,7 @@ class _Recording:
 
 def is_plain_linear(module: nn.Module) -> bool:
     """True if the module computes what nn.Linear does; subclasses may have another forward."""
-    return isinstance(module, nn.Linear) and _multiplies_only(type(module))
+    return isinstance(module, nn.Linear) and _multiplies_only(type(module))  # type: ignore[arg-type]  # torch types it so
 
 
 @functools.cache
