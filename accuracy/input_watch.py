@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quantload.accuracy.input_sums import InputSums
-from quantload.accuracy.streaming import HeadInput
+from quantload.accuracy.streaming_step import HeadInput
 from quantload.errors import ModelError
 from quantload.layers.experts import FusedExperts
 from quantload.layers.experts_grouped import Groups

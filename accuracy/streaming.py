@@ -14,15 +14,18 @@ Sequences of one length go together; nothing is ever padded.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantload.errors import ConfigError, MissingTensor, ModelError
+from quantload.accuracy.streaming_step import DoneLayer, HeadInput, LayerStep, Reached
+from quantload.accuracy.streaming_tokens import batches_of, check_sequences
+from quantload.errors import MissingTensor, ModelError
 from quantload.layers.experts_layout import holds_experts
 from quantload.layers.experts_proof import fused_experts
 from quantload.layers.experts_surgery import note_on
@@ -41,49 +44,6 @@ from quantload.progress import Progress
 
 Watch = Callable[[Mapping[str, nn.Module]], AbstractContextManager[object]]
 _OUTSIDE = -1  # number of what lies in no layer
-_UNKNOWN = -1
-_STATES = "hidden_states"
-
-
-class _Reached(Exception):
-    """Ends a forward early: no error."""
-
-
-class HeadInput(nn.Module):
-    """Stands for an output head whose weight is not loaded: only its input is of interest.
-
-    Args:
-        head: The head, a linear layer.
-    """
-
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.in_features = head.in_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        """End the forward here: there are no logits of x."""
-        raise _Reached
-
-
-class _Done(nn.Module):
-    """Stands for a layer that is done, or whose turn has not come: lets hidden states through.
-
-    Args:
-        layer: The layer; only what model code asks it before it calls it is kept.
-        returned: How many parts the tuple has that it returned; 0 if it returned no tuple.
-    """
-
-    def __init__(self, layer: nn.Module, *, returned: int = 0) -> None:
-        super().__init__()
-        for name, value in vars(layer).items():
-            if isinstance(value, str | int | float) and not name.startswith("_"):
-                setattr(self, name, value)
-        self.returned = returned
-
-    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> object:
-        """Return the hidden states as they are."""
-        rest = (None,) * (self.returned - 1)
-        return (hidden_states, *rest) if self.returned else hidden_states
 
 
 @dataclass(frozen=True)
@@ -190,7 +150,7 @@ class StreamedModel:
         assert isinstance(layers, nn.ModuleList), f"{cut.layers} is a list of layers"
         waiting = list(layers)
         for number, layer in enumerate(waiting):
-            layers[number] = _Done(layer)
+            layers[number] = DoneLayer(layer)
         self._load_outside(cut)
         outside = self._outside(cut)
         states: list[Tensor | None] = [None] * len(batches)
@@ -204,13 +164,14 @@ class StreamedModel:
             following = layers[number + 1] if number + 1 < cut.count else None
             with watch(modules):
                 for place, ids in enumerate(batches):
-                    step = _Step(layer, following, self._head(cut), states[place], self.device)
+                    step = LayerStep(layer, following, self._head(cut), states[place], self.device)
                     with step:
                         self._forward(ids)
                     states[place] = step.result
-            layers[number] = _Done(layer, returned=step.returned)
+            layers[number] = DoneLayer(layer, returned=step.returned)
             waiting[number] = nn.Identity()
             del layer, modules  # lets go of the weights before the next ones come
+            _give_back_memory()
             progress.advance(1, note=path)
 
     def _head(self, cut: PipelineCut) -> nn.Module | None:
@@ -278,72 +239,8 @@ class StreamedModel:
         inputs = {"input_ids": tokens}
         if self.model.config.is_encoder_decoder:
             inputs["decoder_input_ids"] = tokens
-        with suppress(_Reached):
+        with suppress(Reached):
             self.model(**inputs, use_cache=False)
-
-
-class _Step:
-    """One batch through one layer, while this is open.
-
-    Args:
-        layer: The layer, loaded.
-        following: The next one, whose input is the result; None if this is the last.
-        head: The output head, where the forward of the last layer ends; None if it goes on.
-        state: What the layer is given, [B, T, H] on the CPU; None lets the model give it.
-        device: Where the layer is.
-    """
-
-    def __init__(
-        self,
-        layer: nn.Module,
-        following: nn.Module | None,
-        head: nn.Module | None,
-        state: Tensor | None,
-        device: torch.device,
-    ) -> None:
-        self._layer, self._following, self._head = layer, following, head
-        self._state, self._device = state, device
-        self._handles: list[Any] = []
-        self.result: Tensor | None = None
-        self.returned = _UNKNOWN
-
-    def __enter__(self) -> _Step:
-        add = self._handles.append
-        add(self._layer.register_forward_pre_hook(self._give, with_kwargs=True))
-        add(self._layer.register_forward_hook(self._note))
-        if self._following is not None:
-            add(self._following.register_forward_pre_hook(self._take, with_kwargs=True))
-        elif self._head is not None:
-            add(self._head.register_forward_pre_hook(_stop))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        is_missed = self.returned == _UNKNOWN or (self._following and self.result is None)
-        if kind is None and is_missed:
-            raise ModelError(f"a forward did not reach `{type(self._layer).__name__}`")
-
-    def _give(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._state is None:
-            return None
-        x = self._state.to(self._device)
-        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, _STATES: x})
-
-    def _note(self, _: nn.Module, __: tuple[Any, ...], output: object) -> None:
-        self.returned = len(output) if isinstance(output, tuple) else 0
-
-    def _take(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep what the next layer is given: also what the model does between two layers."""
-        x: Tensor = args[0] if args else kwargs[_STATES]
-        self.result = x.cpu()
-        raise _Reached
-
-
-def _stop(*_: object) -> None:
-    raise _Reached
 
 
 def open_streamed(
@@ -421,6 +318,14 @@ def _block_of(path: str, cut: PipelineCut) -> int:
     return int(path.removeprefix(start).partition(".")[0]) if path.startswith(start) else _OUTSIDE
 
 
+def _give_back_memory() -> None:
+    """Let the allocator give what is free to the system: glibc keeps what was a layer's weights."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
 def _shell(path: str, layer: nn.Module) -> nn.Module:
     """Return a module that has nothing but a layer at a path."""
     outer = nn.Module()
@@ -433,51 +338,4 @@ def _shell(path: str, layer: nn.Module) -> nn.Module:
     return outer
 
 
-# -- sequences -------------------------------------------------------------------------------------
-
-
-def check_sequences(model: TransformersModel, sequences: Sequence[Sequence[int]]) -> None:
-    """Refuse what a model cannot run.
-
-    Raises:
-        ConfigError: There are no tokens, an id is none of the vocabulary, or a sequence is longer
-            than the positions that the config names.
-    """
-    if not any(sequences):
-        raise ConfigError("no tokens", hint="give a text or token ids")
-    embedding = model.get_input_embeddings()
-    size = getattr(embedding, "num_embeddings", None)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for number, ids in enumerate(sequences):
-        wrong = [i for i in ids if i < 0 or (isinstance(size, int) and i >= size)]
-        if wrong:
-            raise ConfigError(
-                f"token id `{wrong[0]}` in sequence {number}, expected 0 to {size} (excluded), the "
-                f"vocabulary of `{type(model).__name__}`",
-                hint="take token ids of this model's tokenizer",
-            )
-        if isinstance(longest, int) and len(ids) > longest > 0:
-            raise ConfigError(
-                f"sequence {number} has {len(ids)} tokens, expected at most {longest}, the "
-                f"`max_position_embeddings` of `{type(model).__name__}`"
-            )
-
-
-def batches_of(sequences: Sequence[Sequence[int]], batch_tokens: int) -> list[Tensor]:
-    """Put sequences of one length together.
-
-    Returns:
-        [B, T] int64 each, on the CPU, of at most `batch_tokens` tokens or one sequence.
-    """
-    by_length: dict[int, list[Sequence[int]]] = {}
-    for ids in sequences:
-        if len(ids):
-            by_length.setdefault(len(ids), []).append(ids)
-    batches = []
-    for length, alike in by_length.items():
-        each = max(1, batch_tokens // length)
-        batches += [torch.tensor(alike[i : i + each]) for i in range(0, len(alike), each)]
-    return batches
-
-
-__all__ = ["HeadInput", "StreamedModel", "batches_of", "check_sequences", "open_streamed"]
+__all__ = ["StreamedModel", "open_streamed"]
