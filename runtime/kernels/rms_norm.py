@@ -102,7 +102,10 @@ def _rms_norm_kernel(
     stored = tl.load(x + start + columns, mask=inside, other=0.0)
     values = stored.to(tl.float32)
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.load(variance + row).to(tl.float32) if GIVEN else tl.reduce(values * values, 0, _add) / width
+    if GIVEN:
+        mean = tl.load(variance + row).to(tl.float32)
+    else:
+        mean = tl.reduce(values * values, 0, _add) / width
     values = values * tl.rsqrt(mean + eps)
     if LATE:
         values = values.to(stored.dtype).to(tl.float32)

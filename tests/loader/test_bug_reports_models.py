@@ -62,9 +62,9 @@ def test_br059_whole_layer_experts_ignored(tmp_path):
 def test_br065_tied_both_stored(tmp_path, caplog):
     """An equal copy is tied. One that differs stays a head of its own: deliberately another answer.
 
-    The report wants the config to decide, or a refusal. transformers 5 leaves such a head untied and
-    says so, and it is the reference for what the model of these files computes; tied, its weights
-    would be dropped. The difference is reported, as the report wants.
+    The report wants the config to decide, or a refusal. transformers 5 leaves such a head untied
+    and says so, and it is the reference for what the model of these files computes; tied, its
+    weights would be dropped. The difference is reported, as the report wants.
     """
     content = tiny.config(layers=1, tied=True)
     tensors = tiny.tensors(content)
