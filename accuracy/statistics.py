@@ -33,7 +33,7 @@ from quantload.accuracy.statistics_file import check_free, write_tensors
 from quantload.errors import ModelError, counted, listed
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.experts import Experts, split_experts
-from quantload.loader.source import Source
+from quantload.loader.source import FLOAT_DTYPES, Source
 from quantload.progress import Progress, Silent
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class InputStatisticsReport:
         num_tokens: Tokens that were run.
         num_sequences: Sequences that they came in.
         unseen: Modules that no token reached.
-        uncovered: Weights that are no linear layer's, or whose inputs cannot be watched.
+        uncovered: Weights that are no linear layer's, or whose inputs cannot be watched; and
+            tensors [E, N, K] of experts that stay whole.
         why_whole: Why the model was loaded as a whole; "" if it was run block by block.
         why_blind: Why experts cannot be watched, by path in the model.
         metadata: What the file says of itself.
@@ -143,7 +144,7 @@ def collect_statistics(
         num_tokens=sum(map(len, sequences)),
         num_sequences=sum(1 for ids in sequences if len(ids)),
         unseen=tuple(m for m in named.modules if m not in sums and named.is_watched(m)),
-        uncovered=tuple(m for m in named.modules if not named.is_watched(m)),
+        uncovered=(*(m for m in named.modules if not named.is_watched(m)), *named.whole_experts()),
         why_whole=streamed.why_whole,
         why_blind=streamed.blind,
         metadata=_metadata(source, sequences, dtype=dtype),
@@ -196,6 +197,14 @@ class _Named:
                 f"{columns}, the columns of its weight"
             )
         return total
+
+    def whole_experts(self) -> list[str]:
+        """Return the tensors [E, N, K] of all experts of a block that stay whole."""
+        return [
+            name
+            for name, entry in self._experts.source.plain.items()
+            if len(entry.shape) == 3 and entry.dtype in FLOAT_DTYPES and "conv" not in name
+        ]
 
     def _places(self, module: str) -> Iterator[Place]:
         targets = self._mapper.targets(f"{module}.weight")

@@ -152,6 +152,46 @@ def test_experts_of_mixtral(tmp_path, is_joined, dtype, within):
     assert {f"model.layers.{n}.block_sparse_moe.gate" for n in (0, 1)} < set(report.uncovered)
 
 
+@pytest.mark.parametrize(("dtype", "within"), LIMITS)
+def test_experts_of_llama4_that_are_handed_all_tokens(tmp_path, dtype, within):
+    """Tokens of other experts come as rows of zeros, which count for nothing."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "intermediate_size_mlp": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = AutoConfig.for_model(
+        "llama4_text", **sizes, **heads, num_hidden_layers=2, num_local_experts=4, vocab_size=128
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "m")
+    model = model.to(dtype)
+    rows: dict[str, list[torch.Tensor]] = {}
+
+    def enter(block, inputs, path):
+        hidden = inputs[0].reshape(-1, 64)
+        logits = hidden @ block.router.weight.T
+        for expert in range(4):
+            chosen = logits.argmax(-1) == expert
+            tokens = hidden[chosen] * logits[chosen, expert, None].float().sigmoid().to(dtype)
+            gate, up = (tokens @ block.experts.gate_up_proj[expert]).chunk(2, dim=-1)
+            inner = torch.nn.functional.silu(gate) * up
+            for name, x in (("gate_proj", tokens), ("up_proj", tokens), ("down_proj", inner)):
+                rows.setdefault(f"{path}.experts.{expert}.{name}", []).append(x.double())
+
+    for path, module in model.named_modules():
+        if hasattr(module, "experts"):
+            module.register_forward_pre_hook(lambda m, x, path=path: enter(m, x, path))
+    with torch.no_grad():
+        for ids in SEQUENCES:
+            model(torch.tensor([ids]), use_cache=False)
+    report = collected(tmp_path / "m", dtype)
+    assert report.why_whole == ""
+    seen = {module: torch.cat(parts) for module, parts in rows.items()}
+    assert set(report.unseen) == {module for module, x in seen.items() if not len(x)}
+    for module, x in seen.items():
+        if len(x):
+            check(report, module, summary(x), within=within)
+
+
 def test_a_quantized_source_is_run_with_its_weights_and_plain_inputs(tmp_path):
     source = tiny.llama(tmp_path / "source", dtype=torch.float32)
     folder = api.convert(source, tmp_path / "out", "W8A8").folder
