@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,20 +17,24 @@ from quantload.loader.runs import Read
 
 
 class FileReader:
-    """Reads for one thread; keeps the file that it read last open.
+    """Reads for several threads; each file is opened once, and closed after its last read.
 
-    On a network disk each opening costs a round trip, and reads come in the order of the files.
+    On a network disk each opening costs a round trip.
+
+    Args:
+        reads: All that will be read.
     """
 
-    def __init__(self) -> None:
-        self._file: Path | None = None
-        self._descriptor = -1
+    def __init__(self, reads: Iterable[Read]) -> None:
+        self._left = Counter(read.file for read in reads)
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            os.close(self._descriptor)
-        self._file = None
+        """Close what is open."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
 
     def fill(self, read: Read, buffers: Sequence[memoryview]) -> None:
         """Read into buffers, one after the other.
@@ -47,6 +53,7 @@ class FileReader:
                 self._fill_range(descriptor, read, list(buffers))
             else:
                 self._fill_pieces(descriptor, read, buffers[0])
+            self._release(read.file)
         except OSError as error:
             raise CheckpointError(
                 f"cannot read `{read.file}`: {error.strerror or error}, in tensor "
@@ -54,11 +61,16 @@ class FileReader:
             ) from error
 
     def _opened(self, file: Path) -> int:
-        if file is not self._file and file != self._file:  # comparing paths takes a while
-            self.close()
-            self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            self._file = file
-        return self._descriptor
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[file]
+
+    def _release(self, file: Path) -> None:
+        with self._lock:
+            self._left[file] -= 1
+            if not self._left[file]:
+                os.close(self._descriptors.pop(file))
 
     def _fill_range(self, descriptor: int, read: Read, buffers: list[memoryview]) -> None:
         position = read.start

@@ -109,6 +109,7 @@ class Stream:
         self.reads = plan_reads(
             fetches, read_bytes=settings.read_bytes, gap_bytes=settings.gap_bytes
         )
+        self._files = FileReader(self.reads)
         longest = max((read.num_bytes for read in self.reads), default=0)
         self.settings = replace(
             settings,
@@ -168,6 +169,7 @@ class Stream:
             self._has_room.notify_all()
         for thread in self._threads:
             thread.join()
+        self._files.close()
         if self._copies is not None:  # buffers may be given away only when nobody copies from them
             self._copies.synchronize()
             if not all(fetch.is_kept for fetch in self.fetches):
@@ -219,17 +221,15 @@ class Stream:
     # -- reading -------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        files, buffers = FileReader(), list[_Buffer]()
+        buffers = list[_Buffer]()
         try:
             with self._on_copies():
                 while (read := self._taken()) is not None:
-                    self._fetch(read, files, buffers)
+                    self._fetch(read, buffers)
         except BaseException as error:  # noqa: BLE001 - raised again by who waits
             with self._lock:
                 self._broken = error
                 self._arrived.notify_all()
-        finally:
-            files.close()
 
     def _on_copies(self) -> AbstractContextManager[object]:
         if self._copies is None:
@@ -247,13 +247,13 @@ class Stream:
                 self._has_room.wait()
             return None
 
-    def _fetch(self, read: Read, files: FileReader, buffers: list[_Buffer]) -> None:
+    def _fetch(self, read: Read, buffers: list[_Buffer]) -> None:
         error: BaseException | None = None
         try:
             if self.settings.has_buffers:
-                self._read_through_buffer(read, files, buffers)
+                self._read_through_buffer(read, buffers)
             else:
-                files.fill(read, self._places_of(read))
+                self._files.fill(read, self._places_of(read))
         except BaseException as caught:  # noqa: BLE001 - raised again by who waits for the read
             error = caught
         with self._lock:
@@ -262,14 +262,14 @@ class Stream:
             if self._awaited is read:
                 self._arrived.notify_all()
 
-    def _read_through_buffer(self, read: Read, files: FileReader, buffers: list[_Buffer]) -> None:
+    def _read_through_buffer(self, read: Read, buffers: list[_Buffer]) -> None:
         if len(buffers) < _BUFFERS:
             buffer = _Buffer(self.settings.read_bytes, self.device)
         else:
             buffer = buffers.pop(0)
         buffers.append(buffer)
         buffer.wait()
-        files.fill(read, [buffer.view[: read.num_bytes]])
+        self._files.fill(read, [buffer.view[: read.num_bytes]])
         assert buffer.memory is not None, "made with it"
         for part in read.parts:
             place = self._memory_of(part.fetch)[part.to : part.to + part.num_bytes]

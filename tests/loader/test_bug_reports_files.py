@@ -306,9 +306,9 @@ def test_br101_peak_host_memory(tmp_path, scheme):
 def test_br102_slow_network_load(tmp_path, monkeypatch):
     """Each shard is opened for its header and once for its data, and each byte is read once.
 
-    Nothing opens files but `Path.open`: the safetensors library is not imported. The report also
-    asks for offsets that never decrease. Files are read module by module, so that one module is in
-    memory at a time, and exporters order tensors by dtype: the parts of a module lie apart.
+    Headers are read by `Path.open`, data by `os.preadv`: the safetensors library is not imported.
+    Several threads share one opened file. The report also asks for offsets that never decrease: so
+    they are, of all reads of a file.
     """
     content = tiny.config(hidden=256, layers=4)
     made = tiny.tensors(content)
@@ -339,9 +339,27 @@ def test_br102_slow_network_load(tmp_path, monkeypatch):
         file.add(1, 0)
         return file
 
+    os_open, preadv, opened, offsets = os.open, os.preadv, {}, {}
+
+    def open_counted(path, *rest, **options):
+        descriptor = os_open(path, *rest, **options)
+        if path in counts:
+            counts[path] = counts[path][0] + 1, counts[path][1]
+            opened[descriptor] = path
+        return descriptor
+
+    def read_counted(descriptor, buffers, offset):
+        got = preadv(descriptor, buffers, offset)
+        path = opened[descriptor]
+        counts[path] = counts[path][0], counts[path][1] + got
+        offsets.setdefault(path, []).append(offset)
+        return got
+
     monkeypatch.setattr(Path, "open", counted)
+    monkeypatch.setattr(os, "open", open_counted)
+    monkeypatch.setattr(os, "preadv", read_counted)
     quantload.load(folder, device="cpu")
-    assert len(counts) == 4
+    assert len(counts) == len(offsets) == 4
     for file, (opens, size) in counts.items():
         assert opens == 2, file.name
         assert size <= 1.05 * file.stat().st_size
