@@ -8,6 +8,7 @@ forward of that reference, not by the probe that loading uses.
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -161,7 +162,9 @@ def reference(cls: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:400]
+    """First line of an error, without the folders of this run."""
+    line = re.sub(r"`/[^`]*/([^/`]+)`", r"`\1`", str(error).partition("\n")[0])
+    return f"{type(error).__name__}: {line}"[:300]
 
 
 def _dense(
