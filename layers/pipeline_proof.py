@@ -35,13 +35,15 @@ class Trace:
     Args:
         order: Modules in the order in which they returned, with what they returned.
         leaks: What passes on beside the hidden states: "argument `residual` of `model.layers.3`".
-        states: What the layers return, each the hidden states.
+        given: Hidden states that the layers are given.
+        states: Hidden states that they return.
         head_input: What the head reads; None if there is none.
         reads_states: True if some result is computed from the last layer, but not by the head.
     """
 
     order: dict[str, Any] = field(default_factory=dict)
     leaks: list[str] = field(default_factory=list)
+    given: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     head_input: Tensor | None = None
     reads_states: bool = False
@@ -167,6 +169,8 @@ def _enter_layer(number: int, path: str, found: Trace, follow: _Follow) -> Calla
         states = named.pop("0" if args else "hidden_states", None)
         if not isinstance(states, Tensor):
             found.leaks.append(f"`{path}` is not given `hidden_states`")
+        else:
+            found.given.append(states)
         for name, value in named.items():
             if follow.of(value):
                 found.leaks.append(f"argument `{name}` of `{path}` is computed by other layers")

@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 16, **WINDOWS},
     "mixtral": {"head_dim": 16, "num_local_experts": 4},
     "deepseek_v3": {
-        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+        **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
         **{"v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
         **{"topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32},
         **{"num_key_value_heads": 8, "n_shared_experts": 1},
@@ -42,11 +42,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
 }
+# What each has that others have not stands behind it.
+ODD: dict[str, dict[str, Any]] = {
+    "falcon": {"alibi": False},  # layers return tuples and call their cache `layer_past`
+    "bert": {"is_decoder": True},  # the head is in a module with a bias of its own
+    "mamba": {"use_cache": True},  # reads the dtype of the head's weight; float32 between layers
+    "bamba": {  # layers return two things
+        **{"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
+        **{"mamba_d_state": 8, "mamba_chunk_size": 8},
+    },
+    "llama4_text": {  # reads the dtype of the embedding's weight
+        **{"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96},
+        "attention_chunk_size": 32,
+    },
+    "diffllama": {},  # halves of the heads are told apart
+    "doge": {"num_attention_heads": 4, "num_key_value_heads": 2},  # a number for each key head
+}
 
 
 def write_model(model_type: str, folder: Path) -> None:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **(SIZES | MODELS[model_type]))
+    config = AutoConfig.for_model(model_type, **(SIZES | (MODELS | ODD)[model_type]))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from gloo_ranks import run_in_processes
-from shared_models import MODELS, write_model
+from shared_models import MODELS, ODD, SIZES, write_model
 from thread_grid import grid, together
 from torch import Tensor
+from transformers import AutoConfig, AutoModel
 
 from quantload import api
 from quantload.errors import ModelError
@@ -73,6 +74,43 @@ def assert_ranks_agree(folder: Path, tp: int, pp: int) -> None:
 @pytest.mark.parametrize("model_type", MODELS)
 def test_ranks_agree_with_one_process(checkpoint, model_type, scheme, tp, pp):
     assert_ranks_agree(checkpoint(model_type, scheme), tp, pp)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("model_type", ODD)
+def test_models_with_ways_of_their_own(checkpoint, model_type, tp, pp):
+    assert_ranks_agree(checkpoint(model_type, "dense"), tp, pp)
+
+
+def test_stages_keep_float32_between_layers(checkpoint):
+    ids, options = tokens(), {"device": "cpu", "dtype": torch.bfloat16}
+    with torch.no_grad():
+        expected = api.load(checkpoint("mamba", "dense"), **options)(ids).logits
+    ranks = grid(1, 2)
+    models = [api.load(checkpoint("mamba", "dense"), **options, parallel=rank) for rank in ranks]
+    for logits in together(ranks, lambda rank: models[rank.rank](ids).logits):
+        assert torch.equal(logits, expected)
+
+
+def test_stages_refuse_the_states_of_all_layers(checkpoint):
+    model = api.load(checkpoint("qwen3", "dense"), device="cpu", parallel=grid(1, 2)[0])
+    with pytest.raises(ModelError, match="`output_hidden_states` is asked of a model"):
+        model(tokens(), output_hidden_states=True)
+    with pytest.raises(ModelError, match="`output_attentions` is asked of a model"):
+        model.model(tokens(), output_attentions=True)
+
+
+def test_stages_of_a_model_without_a_head_share_what_the_last_layer_returns(tmp_path):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("bert", **SIZES)
+    AutoModel.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = api.load(tmp_path, device="cpu")(tokens())
+    ranks = grid(1, 2)
+    models = [api.load(tmp_path, device="cpu", parallel=rank) for rank in ranks]
+    for found in together(ranks, lambda rank: models[rank.rank](tokens())):
+        assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
+        assert torch.equal(found.pooler_output, expected.pooler_output)
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from quantload.errors import ModelError
 from quantload.layers.meta_model import build_on_meta
-from quantload.layers.pipeline import Passed, PipelineCut, find_cut
+from quantload.layers.pipeline import PipelineCut, find_cut
+from quantload.layers.pipeline_stand_ins import Passed
 
 NOWHERE = Path("/nowhere")
 
@@ -109,3 +110,49 @@ def test_a_layer_of_another_stage_keeps_the_count_of_tokens():
     assert cache.get_seq_length() == 5
     layer(x[:, :1], past_key_values=cache)
     assert cache.get_seq_length() == 6
+
+
+def test_a_parameter_beside_the_layers_is_no_layer_after_them():
+    model = meta_model()
+    model.model.newline = nn.Parameter(torch.empty(64, device="meta"))
+    assert find_cut(model, 2).after == ("model.norm", "lm_head")
+
+
+def test_a_layer_with_two_attentions_has_two_places_in_a_cache():
+    layer, cache, x = nn.Module(), DynamicCache(), torch.randn(2, 5, 8)
+    layer.layer_idx, layer.parts = 1, nn.ModuleList([nn.Module(), nn.Module()])
+    for number, part in enumerate(layer.parts):
+        part.layer_idx = 2 + number
+    Passed(layer, index=1)(x, layer_past=cache)
+    assert [cache.get_seq_length(number) for number in range(4)] == [0, 0, 5, 5]
+
+
+def test_a_state_that_is_no_cache_is_refused():
+    with pytest.raises(ModelError, match="layer 0 is given no cache"):
+        Passed(nn.Module(), index=0)(torch.randn(2, 5, 8), state=[torch.randn(2)], use_cache=True)
+
+
+def test_code_between_layers_that_reads_the_embedding_is_refused():
+    def forward(self, input_ids=None, **_):
+        x = embedded = self.embed_tokens(input_ids)
+        angles = self.rotary_emb(x, position_ids=positions_of(x))
+        for layer in self.layers:
+            x = layer(x + embedded, position_embeddings=angles)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+    with pytest.raises(ModelError, match="come from the embedding as well"):
+        find_cut(with_forward(forward), 2)
+
+
+def test_a_layer_that_reads_what_an_earlier_one_kept_is_refused():
+    model, kept = meta_model(), []
+    original = type(model.model.layers[0]).forward
+
+    def forward(self, hidden_states, **kwargs):
+        kept.append(hidden_states * 2)
+        return original(self, hidden_states + kept[0], **kwargs)
+
+    for layer in model.model.layers:
+        layer.__class__ = type("Keeps", (type(layer),), {"forward": forward})
+    with pytest.raises(ModelError, match="reads what comes from the embedding"):
+        find_cut(model, 2)
