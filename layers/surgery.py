@@ -173,8 +173,21 @@ def finish(
     if left:
         raise ModelError(f"never loaded: {listed(left)} of `{type(model).__name__}`")
     _log_notes(model)
+    _keep_device_and_dtype(model, device)
     guard(model)
     return model.requires_grad_(False)
+
+
+def _keep_device_and_dtype(model: TransformersModel, device: torch.device) -> None:
+    """Give models without parameters an empty one: transformers reads device and dtype from it."""
+    layers = (module for module in model.modules() if isinstance(module, QuantLinear))
+    dtype = next((layer.dtype for layer in layers), torch.get_default_dtype())
+    for part in model.modules():
+        if isinstance(part, TransformersModel) and not any(
+            parameter.is_floating_point() for parameter in part.parameters()
+        ):
+            empty = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+            part.register_parameter("device_and_dtype", empty)
 
 
 def _log_notes(model: nn.Module) -> None:
