@@ -16,6 +16,7 @@ from quantload.errors import OutputError
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.checksum import WORD
 from quantload.loader.convert_task import TaskRunner
+from quantload.loader.early_sync import EarlySync
 from quantload.loader.growing_digests import GrowingDigests
 from quantload.loader.manifest import MANIFEST, manifest
 from quantload.loader.model_card import CARD, model_card
@@ -76,12 +77,23 @@ def _write(
         if ranks.is_first and not files.create():
             staging.forget()
         ranks.wait()
-        with GrowingDigests(files, threads=resources.threads()) as digests:
-            _work(plan, files, staging, progress, resources, ranks, digests)
+        with (
+            GrowingDigests(files, threads=resources.threads()) as digests,
+            EarlySync(files) as early_sync,
+        ):
+
+            def written(task: Task) -> None:
+                if ranks.size == 1:
+                    digests.add(output.name for output in task.outputs)
+                early_sync.add(task.outputs)
+
+            _work(plan, files, staging, progress, resources, ranks, written)
+            early_sync.add_rest()
             ranks.wait()
             if ranks.is_first:
                 known = digests.finish(everything=ranks.size > 1)
                 _write_side_files(plan, files, known, threads=resources.threads())
+            early_sync.finish()
 
 
 def _work(
@@ -91,7 +103,7 @@ def _work(
     progress: Progress,
     resources: Resources,
     ranks: Ranks,
-    digests: GrowingDigests,
+    written: Callable[[Task], None],
 ) -> None:
     noted = staging.finished_tasks()
     share = share_of(tasks_of(plan), ranks.rank, ranks.size)
@@ -107,8 +119,7 @@ def _work(
             yield partial(do, TaskRunner(WeightRows(plan, reader), files))
 
     def finished(task: Task) -> None:
-        if ranks.size == 1:
-            digests.add(output.name for output in task.outputs)
+        written(task)
         progress.advance(task.source_bytes, note=_note(task))
 
     if resources.device.type == "cpu":  # before there are threads that would wait for each other
