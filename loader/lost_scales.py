@@ -121,9 +121,17 @@ def _lost_groups(weight: Tensor, quantized: QuantTensor) -> int:
     if not quantized.scale.dtype.is_floating_point or quantized.scale.dtype.itemsize < 2:
         return 0
     eps = torch.finfo(quantized.scale.dtype).eps
-    place = (quantized.scale == eps).nonzero(as_tuple=True)  # stands in for a scale of zero
-    if not place[0].numel():
+    is_eps = quantized.scale == eps  # stands in for a scale of zero
+    if not is_eps.any():
         return 0
-    blocks = as_blocks(weight, quantized.block).transpose(1, 2)[place]
-    largest = blocks.abs().amax(dim=(1, 2))
+    largest = _blocks_at(weight, quantized.block, is_eps).abs().amax(dim=1)
     return int(((largest > 0) & (largest < eps / 2)).sum())
+
+
+def _blocks_at(weight: Tensor, block: tuple[int, int], chosen: Tensor) -> Tensor:
+    """Return the chosen blocks of a weight [N, K], each flat: [B, E]; `chosen` is [R, G] bool."""
+    height, width = block
+    if height == 1 and weight.shape[1] % width == 0:  # they lie in one piece, and are copied so
+        pieces = weight.reshape(-1, width)
+        return pieces.index_select(0, chosen.flatten().nonzero().flatten())
+    return as_blocks(weight, block).transpose(1, 2)[chosen].flatten(1)
