@@ -255,7 +255,10 @@ class FusedExperts(nn.Module):
             return torch.empty_like(x)
         tokens = x.reshape(-1, self.layout.up.columns)
         result = self._routed(tokens, *routing) if routing else self._sorted(tokens)
-        return self.parallel.all_reduce(result.to(x.dtype)).reshape(x.shape)
+        result = result.to(x.dtype)
+        if not self._sums_before_norm:
+            result = self.parallel.all_reduce(result)
+        return result.reshape(x.shape)
 
     def _routed(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """[T, H] from tokens [T, H], index [T, k] and weights [T, k]."""
@@ -292,7 +295,14 @@ class FusedExperts(nn.Module):
             rows = self.round_down(rows)
         rows = self._product(self.layout.down)(rows, groups)
         post_norm = self.layout.post_norm
+        if self._sums_before_norm:
+            rows = self.parallel.all_reduce(rows)
         return self.get_submodule(post_norm)(rows) if post_norm else rows
+
+    @property
+    def _sums_before_norm(self) -> bool:
+        """True if ranks add their parts of each expert's result, which a norm needs whole."""
+        return bool(self.layout.post_norm) and self.mode == "tensor" and self.parallel.tp_size > 1
 
     def _product(self, projection: Projection) -> nn.Module:
         name = f"{projection.leaf}_experts"

@@ -15,6 +15,7 @@ from torch import nn
 
 from quantload.layers.attention import use_attention
 from quantload.layers.checkpoint_names import mapper_of
+from quantload.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quantload.layers.experts_surgery import CheckpointWeight, replace_experts
 from quantload.layers.layer_builder import LayerBuilder, Sharing
 from quantload.layers.meta_model import TransformersModel, tied_names
@@ -111,14 +112,17 @@ def _held(model: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
 
 
 def _has(model: nn.Module, name: str) -> bool:
-    """True if this rank has a parameter, or a layer that waits for it."""
+    """True if this rank has a parameter, or a layer that can share it.
+
+    Other layers of ours have tensors of their own: a quantized weight is written for each of the
+    modules that its model ties.
+    """
     path, _, leaf = name.rpartition(".")
     try:
         module = model.get_submodule(path)
     except AttributeError:  # below a layer of another stage
         return False
-    awaits = getattr(module, "awaits", dict)
-    return leaf in module._parameters or (leaf, 0) in awaits()
+    return leaf in module._parameters or isinstance(module, VocabParallelEmbedding | ParallelLMHead)
 
 
 def _cut_vectors(

@@ -131,7 +131,10 @@ def make_plan(
         kept=[row.module for row in rows if row.scheme is None and _is_linear(row, facts)],
         named=[module for module in schemes if kind_of(module, facts) != "linear"],
         facts=facts,
-        untied=any(row.module in facts.tied for row in rows),
+        untied=any(
+            row.module in facts.tied and kind_of(row.module, facts) in ("head", "embedding")
+            for row in rows
+        ),
         dtypes={row.dtype for row in rows},
     )
     warnings = [*source.warnings, *outcome.warnings, *about_inputs]

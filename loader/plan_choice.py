@@ -258,6 +258,5 @@ def kind_of(module: str, facts: ModelFacts) -> Kind:
     """Return the kind of a module, also of a tied one that gets a weight of its own."""
     if module in facts.kinds:
         return facts.kinds[module]
-    if module in facts.tied:
-        return "embedding" if facts.kinds.get(facts.tied[module]) == "head" else "head"
-    return "linear"
+    owner = facts.kinds.get(facts.tied.get(module, ""), "linear")
+    return {"head": "embedding", "embedding": "head"}.get(owner, owner)  # type: ignore[return-value]

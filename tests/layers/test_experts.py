@@ -194,7 +194,7 @@ def test_arguments_go_by_the_names_of_the_module():
 
 @pytest.mark.parametrize("mode", ["tensor", "expert"])
 @pytest.mark.parametrize("scheme", ["dense", "W4A16:g32", "act-order", "FP8_BLOCK"])
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "nemotron_h", "llama4"])
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "nemotron_h", "llama4", "muse_spark"])
 def test_ranks_share_a_block(model_type, scheme, mode):
     module = module_of(model_type)
     layout = layout_of(module)
