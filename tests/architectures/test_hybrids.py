@@ -22,6 +22,7 @@ HYBRIDS = {
     "lfm2": ("conv.in_proj", "conv.out_proj", "self_attn.q_proj"),
     "qwen3_next": ("linear_attn.in_proj_qkvz", "linear_attn.out_proj", "self_attn.q_proj"),
     "minimax": ("self_attn.qkv_proj", "self_attn.out_proj", "self_attn.q_proj"),
+    "zamba2": ("mamba.in_proj", "shared_transformer.self_attn.o_proj"),  # layers share weights
 }
 GROUPS = {  # fused, beside q, k and v
     "jamba": ("gate_proj", "up_proj"),
