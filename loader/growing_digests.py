@@ -92,7 +92,8 @@ class _Growing:
         before, ready = self._ready, self._ready
         while self._waiting and self._waiting[-1] in self._written:
             last = self._waiting.pop()
-            ready = self.file.offsets[last] + self.file.tensors[last].num_bytes
+            # one without elements may lie before what was written already
+            ready = max(ready, self.file.offsets[last] + self.file.tensors[last].num_bytes)
         with self._lock:
             self._ready = ready
         return ready > before

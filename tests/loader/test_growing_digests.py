@@ -40,6 +40,23 @@ def test_any_order(tmp_path, seed):
     }
 
 
+def test_a_tensor_without_elements_that_is_told_last(tmp_path):
+    tensors = {"none": torch.empty(0), "last": torch.arange(10.0)}  # both begin at one place
+    planned = [[OutputTensor(n, t.dtype, tuple(t.shape), n)] for n, t in tensors.items()]
+    files = OutputFiles(tmp_path, assign_files(planned, max_bytes=400), final=tmp_path)
+    files.create()
+    with GrowingDigests(files, threads=1) as digests:
+        for name in ("last", "none"):
+            files.write(name, tensors[name])
+            digests.add([name])
+            for job in digests._jobs:
+                job.result()  # what is ready is hashed before the next one comes
+        found = digests.finish(everything=False)
+    files.close()
+    (file,) = tmp_path.iterdir()
+    assert found == {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
 def test_a_file_that_is_cut(tmp_path):
     files = _files(tmp_path)
     with GrowingDigests(files, threads=1) as digests:

@@ -231,7 +231,8 @@ def held_bytes() -> int:
     """Bytes of all tensors that are alive."""
     gc.collect()
     alive = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
-    storages = [tensor.untyped_storage() for tensor in alive if tensor.device.type == "cpu"]
+    here = [tensor for tensor in alive if tensor.device.type == "cpu" and not tensor.is_sparse]
+    storages = [tensor.untyped_storage() for tensor in here]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
