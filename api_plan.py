@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from quantload.errors import ConfigError
-from quantload.layers.facts import probe_facts
+from quantload.layers.facts import Ask, probe_facts, ready_to_probe
 from quantload.loader.formats import open_source
 from quantload.loader.garbage import without_collections
 from quantload.loader.layer_selection import select_layers
@@ -39,6 +39,7 @@ def facts_of(
     *,
     trust_remote_code: bool = False,
     meanwhile: Callable[[], None] | None = None,
+    ask: Ask | None = None,
 ) -> ModelFacts:
     """Return kinds of modules, fused groups and ties of a checkpoint, in its own names."""
     return probe_facts(
@@ -47,6 +48,7 @@ def facts_of(
         [*(weight.parameter_name for weight in source.weights.values()), *source.plain],
         trust_remote_code=trust_remote_code,
         meanwhile=meanwhile,
+        ask=ask,
     )
 
 
@@ -72,15 +74,31 @@ def plan(
     Raises:
         QuantloadError: Rules or scheme do not fit, or the checkpoint is not sound.
     """
-    opened = source if isinstance(source, Source) else inspect(source)
     config = QuantConfig.from_options(scheme, rules, group_size=group_size)
+    options = options or PlanOptions()
+    if isinstance(source, Source):
+        return _planned(source, config, options, trust_remote_code=trust_remote_code)
+    with ready_to_probe() as ask:
+        opened = inspect(source)
+        return _planned(opened, config, options, trust_remote_code=trust_remote_code, ask=ask)
+
+
+def _planned(
+    opened: Source,
+    config: QuantConfig,
+    options: PlanOptions,
+    *,
+    trust_remote_code: bool,
+    ask: Ask | None = None,
+) -> Plan:
     with without_collections():
-        opened = select_layers(opened, options.layers if options else "")
+        opened = select_layers(opened, options.layers)
         writes_config = config.asks_for_codes or opened.reader.cache_scheme
         facts = facts_of(
             opened,
             trust_remote_code=trust_remote_code,
-            meanwhile=(options or PlanOptions()).target.prepare if writes_config else None,
+            meanwhile=options.target.prepare if writes_config else None,
+            ask=ask,
         )
         made = make_plan(opened, config, facts, options)
     return replace(made, trust_remote_code=trust_remote_code)

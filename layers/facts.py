@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 from quantload.errors import ModelError
-from quantload.layers.short_process import begin_apart
+from quantload.layers.short_process import begin_apart, warm_copy
 from quantload.mappers.default_keeps import reason_to_keep
 from quantload.mappers.facts import (
     Kind,
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+# Takes config, folder, names and trust in remote code; returns what waits for the answer.
+Ask: TypeAlias = Callable[..., Callable[[], "_Seen | str"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,7 @@ def probe_facts(
     *,
     trust_remote_code: bool = False,
     meanwhile: Callable[[], None] | None = None,
+    ask: Ask | None = None,
 ) -> ModelFacts:
     """Return what is known about the modules of a checkpoint, in its names.
 
@@ -72,22 +78,35 @@ def probe_facts(
         parameters: Names of what it holds, as a checkpoint in full precision names it.
         trust_remote_code: Run model code that comes with the checkpoint.
         meanwhile: What will be needed later, such as an import; is done beside the probe.
+        ask: Asks a copy of this process that is ready for it, from `ready_to_probe`.
     """
     names = list(parameters)
     missing = missing_layers(config, names)
-    seen = (
-        (lambda: missing)
-        if missing
-        else begin_apart(lambda: _probe(config, folder, names, trust_remote_code=trust_remote_code))
-    )
+    seen: Callable[[], _Seen | str]
+    if missing:
+        seen = lambda: missing  # noqa: E731 - as short as it is
+    elif ask is not None:
+        seen = ask(dict(config), folder, names, trust_remote_code)
+    else:
+        seen = begin_apart(lambda: _probe(config, folder, names, trust_remote_code))
     by_name = facts_from_names(_weight_modules(names), tied_head=_ties_head(config))
     if meanwhile is not None:
         meanwhile()
     return _joined(by_name, seen())
 
 
+def ready_to_probe() -> AbstractContextManager[Ask]:
+    """Start a copy of this process that imports the model code while a checkpoint is opened."""
+    return warm_copy(_probe, _import_model_code)
+
+
+def _import_model_code() -> None:
+    import quantload.layers.meta_model
+    import quantload.layers.surgery  # noqa: F401
+
+
 def _probe(
-    config: Mapping[str, Any], folder: Path, names: list[str], *, trust_remote_code: bool
+    config: Mapping[str, Any], folder: Path, names: list[str], trust_remote_code: bool
 ) -> _Seen | str:
     """Return what the model shows, or why there is none."""
     from quantload.layers.meta_model import build_on_meta  # transformers takes seconds to import

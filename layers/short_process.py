@@ -9,10 +9,12 @@ import gc
 import logging
 import os
 import pickle
+import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -56,17 +58,87 @@ def begin_apart(function: Callable[[], Result]) -> Callable[[], Result]:
         _answer(function, sending)
     os.close(sending)
 
-    def wait() -> Result:
-        with os.fdopen(receiving, "rb") as pipe:
-            answer = pipe.read()
-        _, status = os.waitpid(child, 0)
-        if status or not answer:
-            _log.debug("the copy of this process failed: status %d", status)
-            return function()
-        result: Result = pickle.loads(answer)  # noqa: S301 - from our own copy
-        return result
+    return lambda: _received(receiving, child, function)
 
-    return wait
+
+@contextmanager
+def warm_copy(
+    function: Callable[..., Result], warm: Callable[[], object]
+) -> Iterator[Callable[..., Callable[[], Result]]]:
+    """Start a copy of this process that gets ready beside it, and answers one question.
+
+    Yields what asks it: called with the arguments of the function, it returns what waits for the
+    result. Where no copy is safe, or it fails, the function runs here, when it is waited for. A
+    copy that was not asked ends with the block.
+
+    Args:
+        function: Changes nothing; its arguments and result can be pickled.
+        warm: What the copy does until it is asked, such as an import.
+    """
+    if not _is_safe():
+        yield lambda *arguments: lambda: function(*arguments)
+        return
+    question = os.memfd_create("quantload")
+    pipes = [*os.pipe(), *os.pipe()]
+    listening, asking, receiving, sending = pipes
+    try:
+        child = _fork()
+    except OSError:
+        for descriptor in (question, *pipes):
+            os.close(descriptor)
+        yield lambda *arguments: lambda: function(*arguments)
+        return
+    if not child:
+        os.close(asking)  # so that it sees when nobody will ask
+        os.close(receiving)
+        _answer(lambda: function(*_asked(warm, listening, question)), sending)
+    os.close(listening)
+    os.close(sending)
+    is_running = True
+
+    def ask(*arguments: object) -> Callable[[], Result]:
+        with os.fdopen(os.dup(question), "wb") as file:
+            pickle.dump(arguments, file, protocol=pickle.HIGHEST_PROTOCOL)
+        os.write(asking, b"?")
+
+        def wait() -> Result:
+            nonlocal is_running
+            is_running = False
+            return _received(os.dup(receiving), child, lambda: function(*arguments))
+
+        return wait
+
+    try:
+        yield ask
+    finally:
+        if is_running:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for descriptor in (question, asking, receiving):
+            os.close(descriptor)
+
+
+def _asked(warm: Callable[[], object], listening: int, question: int) -> tuple[object, ...]:
+    """Get ready, and return the arguments of the question."""
+    warm()
+    if not os.read(listening, 1):
+        raise EOFError("nobody asks")
+    os.lseek(question, 0, os.SEEK_SET)
+    with os.fdopen(question, "rb") as file:
+        arguments: tuple[object, ...] = pickle.load(file)  # noqa: S301 - from our own process
+    return arguments
+
+
+def _received(receiving: int, child: int, function: Callable[[], Result]) -> Result:
+    """Return what a copy answers; where it failed, what the function returns here."""
+    with os.fdopen(receiving, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if status or not answer:
+        _log.debug("the copy of this process failed: status %d", status)
+        return function()
+    result: Result = pickle.loads(answer)  # noqa: S301 - from our own copy
+    return result
 
 
 def _is_safe() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,10 +39,7 @@ class OutputTensor:
     @property
     def num_bytes(self) -> int:
         """Bytes of data."""
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -98,20 +96,20 @@ def _file(name: str, modules: Sequence[Sequence[OutputTensor]]) -> OutputFile:
     of its element size; where odd sizes prevent it, wide dtypes come first in the whole file, as
     the safetensors library writes it.
     """
-    ordered = [tensor for module in modules for tensor in sorted(module, key=_width_first)]
+    ordered = [t for m in modules for t in (m if len(m) == 1 else sorted(m, key=_width_first))]
     if not _are_aligned(ordered):
         ordered.sort(key=_width_first)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts = {}
     position = 0
     for tensor in ordered:
-        starts[tensor.name] = position
+        start, position = position, position + tensor.num_bytes
+        starts[tensor.name] = start
         header[tensor.name] = {
             "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + tensor.num_bytes],
+            "shape": tensor.shape,
+            "data_offsets": (start, position),
         }
-        position += tensor.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     first = len(text).to_bytes(8, "little") + text

@@ -61,3 +61,41 @@ def test_what_is_imported_already_needs_no_copy(monkeypatch):
     monkeypatch.setattr(short_process, "_HEAVY", "os")
     monkeypatch.setattr(short_process.threading, "active_count", lambda: 1)
     assert short_process.run_apart(os.getpid) == os.getpid()
+
+
+ASKED = (
+    "import os, sys\n"
+    "from quantload.layers.short_process import warm_copy\n"
+    "def add(one, two): return one + two, os.getpid()\n"
+    "def fail(one, two):\n"
+    "    if os.getpid() != main: raise ValueError\n"
+    "    return one + two, os.getpid()\n"
+    "main = os.getpid()\n"
+)
+
+
+def test_a_copy_that_is_ready_answers():
+    code = (
+        f"{ASKED}"
+        "with warm_copy(add, lambda: None) as ask:\n"
+        "    found, pid = ask([1] * 100_000, [2])()\n"
+        "print(len(found), pid != main)"
+    )
+    assert run(code)[0] == ["100001", "True"]
+
+
+def test_what_a_ready_copy_fails_at_runs_here():
+    code = f"{ASKED}with warm_copy(fail, lambda: None) as ask:\n    print(ask(1, 2)() == (3, main))"
+    assert run(code)[0] == ["True"]
+
+
+def test_a_copy_that_is_not_asked_ends_with_the_block():
+    code = (
+        f"{ASKED}"
+        "try:\n"
+        "    with warm_copy(add, lambda: None): raise KeyError\n"
+        "except KeyError: pass\n"
+        "try: os.waitpid(-1, os.WNOHANG)\n"
+        "except ChildProcessError: print('none left')"
+    )
+    assert run(code)[0] == ["none", "left"]
