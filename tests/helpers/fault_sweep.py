@@ -260,8 +260,8 @@ def _model(source: Source, *, staged: bool) -> dict[str, Any] | None:
     for path in layers:
         block, _, parameter = path.rpartition(".")
         experts = model.get_submodule(block)
-        if isinstance(experts, FusedExperts):
-            found[path] = getattr(experts, parameter)
+        if isinstance(experts, FusedExperts) or parameter in experts._parameters:
+            found[path] = getattr(experts, parameter)  # all experts of a block
             continue
         layer = model.get_submodule(path)
         owner = layer._stack if isinstance(layer, StackView) else layer
