@@ -46,7 +46,7 @@ def convert(source: Path, output: Path, scheme: str, kind: str, count: int) -> f
         command = [sys.executable, *launch, *options, "--workers", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return float(json.loads(done.stdout[done.stdout.index("{") :])["seconds"])
+    return float(json.loads(done.stdout[done.stdout.index("{") :])["summary"]["seconds"])
 
 
 def main() -> None:
