@@ -10,8 +10,10 @@ from torch import nn
 
 from quantload.layers.embedding import VocabParallelEmbedding
 from quantload.layers.experts import FusedExperts
+from quantload.layers.experts_surgery import note_on
 from quantload.layers.linear import QuantLinear
 from quantload.layers.preparation import PreparedModel
+from quantload.layers.sharding import Style
 from quantload.layers.stack import LinearStack, StackView
 
 Place = tuple[str, str, int]  # module, leaf, slot
@@ -83,15 +85,25 @@ def _share(
     return ModuleShare(
         module=path,
         kind=type(layer).__name__,
-        style=style.kind if style is not None else "",
+        style=_style(prepared, style, layer),
         shape=shape,
         held=held,
         scheme=_scheme(layer),
         num_bytes=sum(_held_bytes(stored.get(place, 0), *sizes) for place, *sizes in tensors),
         stage=stage,
         fused_into=stack.prefix if stack is not None else "",
-        reason=(style.reason if style is not None else "") or _why_alone(prepared, path),
+        reason=(style.reason if style is not None else "")
+        or note_on(module)
+        or _why_alone(prepared, path),
     )
+
+
+def _style(prepared: PreparedModel, style: Style | None, layer: nn.Module) -> str:
+    if style is not None:
+        return style.kind
+    if prepared.plan is None or not isinstance(layer, FusedExperts):
+        return ""
+    return "whole experts" if layer.mode == "expert" else "part of each expert"
 
 
 def _why_alone(prepared: PreparedModel, path: str) -> str:
@@ -101,7 +113,7 @@ def _why_alone(prepared: PreparedModel, path: str) -> str:
     if not others or isinstance(prepared.model.get_submodule(path), StackView):
         return ""
     names = ", ".join(other.rpartition(".")[2] for other in others)
-    return f"not fused with {names}: schemes, dtypes, biases or shares differ, or it is not asked"
+    return f"not fused with {names}: schemes, dtypes, biases or shares differ"
 
 
 def _scheme(module: nn.Module) -> str:

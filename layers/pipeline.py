@@ -27,6 +27,7 @@ from quantload.errors import ModelError
 from quantload.layers.meta_model import TransformersModel, output_head, pipeline_plan
 from quantload.layers.pipeline_proof import trace
 from quantload.layers.pipeline_stand_ins import Awaited, NoEmbedding, Passed
+from quantload.layers.replacement import path_of, put
 from quantload.runtime.parallel import Parallel
 
 _log = logging.getLogger("quantload")
@@ -90,9 +91,9 @@ def find_cut(model: TransformersModel, stages: int) -> PipelineCut:
             f"{stages} stages",
             hint=f"take at most {count} stages",
         )
-    embedding = _path_of(model, model.get_input_embeddings())
+    embedding = path_of(model, model.get_input_embeddings())
     head_module = output_head(model)
-    head = "" if head_module is None else _path_of(model, head_module)
+    head = "" if head_module is None else path_of(model, head_module)
     numbers = [f"{layers}.{n}" for n in range(count)]
     try:
         seen = trace(model, embedding=embedding, layers=numbers, head=head)
@@ -176,10 +177,6 @@ def _list(model: nn.Module, path: str) -> nn.ModuleList:
     return modules
 
 
-def _path_of(model: nn.Module, module: nn.Module) -> str:
-    return next((path for path, other in model.named_modules() if other is module), "")
-
-
 def _holds(path: str, *others: str) -> bool:
     return any(not path or f"{other}.".startswith(f"{path}.") for other in others)
 
@@ -216,7 +213,7 @@ def cut_into_stages(
         layers[held[0]].register_forward_pre_hook(link.receive, with_kwargs=True)
         if not (parallel.is_last_stage and tied_head):
             elsewhere.append(cut.embedding)
-            _put(model, cut.embedding, NoEmbedding(model.get_submodule(cut.embedding)))
+            put(model, cut.embedding, NoEmbedding(model.get_submodule(cut.embedding)))
     if not parallel.is_last_stage:  # after what the model does between two layers
         layers[held[-1] + 1].register_forward_pre_hook(link.send, with_kwargs=True)
     if cut.shares_states:
@@ -235,10 +232,10 @@ def _cut_after(model: TransformersModel, cut: PipelineCut, link: _Link) -> list[
     for path in cut.after if not cut.shares_states else ():
         if path != last:
             elsewhere.append(path)
-            _put(model, path, Passed(model.get_submodule(path), index=None))
+            put(model, path, Passed(model.get_submodule(path), index=None))
     if last:
         elsewhere.append(last)
-        _put(model, last, Awaited(link.parallel, model.get_submodule(last)))
+        put(model, last, Awaited(link.parallel, model.get_submodule(last)))
     return elsewhere
 
 
@@ -261,11 +258,6 @@ def _refuse_states_of_layers(model: TransformersModel) -> None:
     for part in parts.values():
         if isinstance(part, TransformersModel):
             part.register_forward_pre_hook(check, with_kwargs=True)
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
 
 
 class _Link:

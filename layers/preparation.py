@@ -7,6 +7,7 @@ what this rank holds is.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +29,8 @@ from quantload.mappers.mapper import WeightMapper
 from quantload.quant.region import Region
 from quantload.quant.scheme import Scheme
 from quantload.runtime.parallel import Parallel
+
+_log = logging.getLogger("quantload")
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,10 @@ def prepare(
         cut = find_cut(model, parallel.pp_size)
         elsewhere = cut_into_stages(model, cut, parallel, tied_head=f"{cut.head}.weight" in tied)
     sharing = Sharing(parallel, plan)
-    replace_vocabulary(model, LayerBuilder(in_model, dtype, sharing), _held(model, tied))
+    builder = LayerBuilder(in_model, dtype, sharing)
+    refused = replace_vocabulary(model, builder, _held(model, tied))
+    for path, reason in refused.items():
+        _log.warning("`%s` stays in full precision on every rank: %s", path, reason)
     stacks = replace_linears(model, in_model, siblings, dtype=dtype, fuse=fuse, sharing=sharing)
     return PreparedModel(
         model,
@@ -100,7 +106,7 @@ def prepare(
         tied=_held(model, tied),
         dtype=dtype,
         siblings=siblings,
-        plan=plan,
+        plan=None if plan is None else plan.without(refused),
         parts=dict(_cut_vectors(model, plan, parallel)),
         elsewhere=elsewhere,
     )

@@ -1,8 +1,13 @@
-"""Put a module into a model in the place of another."""
+"""Where a module is in a model, and how another takes its place."""
 
 from __future__ import annotations
 
 from torch import nn
+
+
+def path_of(model: nn.Module, module: nn.Module | None) -> str:
+    """Return the dotted path of a module; "" if the model does not have it."""
+    return next((path for path, other in model.named_modules() if other is module), "")
 
 
 def put(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -18,4 +23,4 @@ def put(model: nn.Module, path: str, module: nn.Module) -> None:
     setattr(parent, name, module.eval())
 
 
-__all__ = ["put"]
+__all__ = ["path_of", "put"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
@@ -97,6 +97,11 @@ class ShardPlan:
     ranks: int
     styles: Mapping[str, Style]
     vectors: tuple[str, ...] = field(default=())
+
+    def without(self, kept: Mapping[str, str]) -> ShardPlan:
+        """Return the plan with some layers held whole: {path: reason}."""
+        whole = {path: Style("replicated", reason=reason) for path, reason in kept.items()}
+        return replace(self, styles={**self.styles, **whole})
 
     def replicated(self) -> dict[str, list[str]]:
         """Return the layers that every rank holds whole, by reason."""

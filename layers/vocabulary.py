@@ -16,7 +16,7 @@ from quantload.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quantload.layers.embedding_like import embedding_like
 from quantload.layers.layer_builder import LayerBuilder
 from quantload.layers.meta_model import TransformersModel, output_head
-from quantload.layers.replacement import put
+from quantload.layers.replacement import path_of, put
 from quantload.layers.siblings import is_plain_linear
 
 
@@ -33,7 +33,7 @@ def replace_vocabulary(
     Returns:
         Why modules stay the model's own that should not: {path: reason}.
     """
-    head = _path_of(model, output_head(model))
+    head = path_of(model, output_head(model))
     partners = dict(_partners(tied))
     refused: dict[str, str] = {}
     for path, module in list(model.named_modules()):
@@ -98,10 +98,6 @@ def _partners(tied: Mapping[str, str]) -> list[tuple[str, str]]:
         modules = one.rpartition(".")[0], two.rpartition(".")[0]
         found += [modules, modules[::-1]]
     return found
-
-
-def _path_of(model: nn.Module, module: nn.Module | None) -> str:
-    return next((path for path, other in model.named_modules() if other is module), "")
 
 
 __all__ = ["replace_vocabulary"]

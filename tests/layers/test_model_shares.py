@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from fake_source import quantized_model
 from shared_models import write_model
 from thread_grid import grid
+from tiny_architectures import architectures, tiny_model
 
 from quantload import api
 from quantload.cli import main
@@ -50,6 +51,7 @@ def test_rows_tell_class_style_shape_and_fusion(dense):
     assert query.fused_into == "model.layers.0.self_attn.q_proj_k_proj_v_proj_stack"
     assert shares["model.layers.0.self_attn.o_proj"].held == (64, 64)
     assert shares["model.layers.0.mlp.experts"].held == (48, 64)
+    assert shares["model.layers.0.mlp.experts"].style == "part of each expert"
     assert shares["model.embed_tokens"].held == (66, 64)  # of 131 rows
 
 
@@ -86,3 +88,13 @@ def test_ranks_without_the_model_are_a_usage_error(dense):
     done = CliRunner().invoke(main, ["inspect", str(dense), "--tp", "2"])
     assert done.exit_code == 2
     assert "go with `--model`" in done.output
+
+
+def test_an_embedding_that_cannot_be_shared_is_told(tmp_path, caplog):
+    model = tiny_model("muse_spark", architectures()["muse_spark"])
+    model.save_pretrained(tmp_path / "model")
+    shares = {share.module: share for share in api.model_shares(tmp_path / "model", tp=2)}
+    embedding = shares["model.language_model.embed_tokens"]  # it norms its rows
+    assert (embedding.style, embedding.held) == ("replicated", embedding.shape)
+    assert "has `embed_norm` beside its weight" in embedding.reason
+    assert "stays in full precision on every rank" in caplog.text
