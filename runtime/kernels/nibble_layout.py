@@ -1,0 +1,351 @@
+"""How codes of up to four bits lie in memory for our GEMM kernels, and how they become values.
+
+Four codes share an int16 word, and each comes from another slice of columns:
+
+    word[b, n, i] = c(0) | c(1) << 4 | c(2) << 8 | c(3) << 12,   c(j) = code[n, (4 b + j) C + i]
+
+so a tile [BN, C] of words is loaded once, straight into the registers that a tensor core takes its
+left operand from, and unpacks there into four tiles [BN, C] of values, one for each slice of C
+columns of the input. Nothing moves between threads. A float16 or bfloat16 with a code as its low
+mantissa bits is 1024 + code or 128 + code (the magic-number conversion of Kim et al., "Who Says
+Elephants Can't Run", 2022), so two codes become values in two instructions or three.
+
+Letters: N output features, K input features, C columns of a slice (16 to 128, a power of two),
+B blocks of 4 C columns (B * 4 * C >= K).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = [
+    "INTERPRETED",
+    "SLICE_COLUMNS",
+    "lookup_table",
+    "pack_nibbles",
+    "table_registers",
+    "unpack4",
+    "unpack_nibbles",
+]
+
+SLICE_COLUMNS = 64
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def pack_nibbles(codes: Tensor, *, columns: int = SLICE_COLUMNS, fill: int = 0) -> Tensor:
+    """Lay codes out in words of four slices.
+
+    Args:
+        codes: [..., N, K] uint8, 0 to 15.
+        columns: C, columns of a slice.
+        fill: Code of the columns that are added where 4 C does not divide K.
+
+    Returns:
+        [..., B, N, C] int16, contiguous, on the device of `codes`.
+    """
+    assert codes.dtype == torch.uint8, f"codes of {codes.dtype}, expected uint8"
+    missing = -codes.shape[-1] % (4 * columns)
+    if missing:
+        codes = torch.nn.functional.pad(codes, (0, missing), value=fill)
+    parts = codes.unflatten(-1, (-1, 4, columns)).movedim(-3, -4)  # [..., B, N, 4, C]
+    words = parts[..., 0, :].to(torch.int16)
+    for slot in (1, 2, 3):
+        words |= parts[..., slot, :].to(torch.int16) << 4 * slot
+    return words.contiguous()
+
+
+def unpack_nibbles(words: Tensor, features: int) -> Tensor:
+    """Undo `pack_nibbles`.
+
+    Args:
+        words: [..., B, N, C] int16.
+        features: K.
+
+    Returns:
+        [..., N, K] uint8.
+    """
+    slots = [((words >> 4 * slot) & 15).to(torch.uint8) for slot in range(4)]
+    codes = torch.stack(slots, dim=-2).movedim(-4, -3)  # [..., N, B, 4, C]
+    return codes.flatten(-3)[..., :features].contiguous()
+
+
+def lookup_table(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a table of 16 values as the form "table" of `unpack4` reads it.
+
+    Args:
+        values: [16] float, the value of each code.
+        dtype: float16 or bfloat16, which the values are rounded to.
+
+    Returns:
+        [24] int32: high bytes of the 16 values, low bytes, then all of them as float32 bits.
+    """
+    rounded = values.to(dtype)
+    in_bytes = rounded.contiguous().view(torch.uint8).view(16, 2)
+    split = torch.cat([in_bytes[:, 1], in_bytes[:, 0]]).contiguous().view(torch.int32)
+    return torch.cat([split, rounded.float().contiguous().view(torch.int32)])
+
+
+# -- in kernels --------------------------------------------------------------------------------
+
+
+@triton.jit
+def table_registers(table, FORM: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Load what `unpack4` takes as its table; call it once, before a loop.
+
+    Args:
+        table: [24] int32 pointer of `lookup_table`; not read in other forms than "table".
+        FORM: As in `unpack4`.
+        INTERPRETED: As in `unpack4`.
+    """
+    if INTERPRETED or FORM != "table":
+        return table
+    else:
+        return (
+            tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3),
+            tl.load(table + 4), tl.load(table + 5), tl.load(table + 6), tl.load(table + 7),
+        )  # fmt: skip
+
+
+@triton.jit
+def unpack4(words, zero, table, FORM: tl.constexpr, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Turn a tile of words into its four tiles of values, exact but for rounded table entries.
+
+    Args:
+        words: [BN, C] int16.
+        zero: [BN, 1] or [BN, C] dtype, whole numbers from -128 to 128, for the form "zero"; any
+            number for the others.
+        table: What `table_registers` returned.
+        FORM: "int" for code - 8, "uint" for code, "zero" for code - zero, "e2m1" for OCP FP4 with
+            the sign in bit 3, "table" for 16 values.
+        dtype: float16 or bfloat16; float32 in the interpreter.
+        INTERPRETED: `INTERPRETED` of this file.
+    """
+    if INTERPRETED:
+        return _unpack4_plain(words, zero, table, FORM, dtype)
+    elif FORM == "e2m1":
+        return _unpack4_e2m1(words, dtype)
+    elif FORM == "table":
+        return _unpack4_table(words, table, dtype)
+    elif FORM == "zero":
+        return _unpack4_zero(words, zero, dtype)
+    else:
+        tl.static_assert(FORM == "int" or FORM == "uint", "unknown form of codes")
+        bias: tl.constexpr = 8.0 if FORM == "int" else 0.0
+        start: tl.constexpr = -128.0 - bias if dtype == tl.bfloat16 else -1024.0 - bias
+        low = tl.full(words.shape, start, dtype)
+        return _unpack4_minus(words, low, tl.full(words.shape, -64.0 - bias, dtype), dtype)
+
+
+@triton.jit
+def _unpack4_plain(words, zero, table, FORM: tl.constexpr, dtype: tl.constexpr):
+    bits = words.to(tl.int32)
+    return (
+        _plain_values(bits & 15, zero, table, FORM, dtype),
+        _plain_values((bits >> 4) & 15, zero, table, FORM, dtype),
+        _plain_values((bits >> 8) & 15, zero, table, FORM, dtype),
+        _plain_values((bits >> 12) & 15, zero, table, FORM, dtype),
+    )
+
+
+@triton.jit
+def _plain_values(code, zero, table, FORM: tl.constexpr, dtype: tl.constexpr):
+    if FORM == "table":
+        values = tl.load(table + 8 + code).to(tl.float32, bitcast=True)
+    elif FORM == "e2m1":
+        size = code & 7
+        mantissa = (size & 1).to(tl.float32)
+        power = tl.where(size < 4, 1.0, tl.where(size < 6, 2.0, 4.0))
+        values = tl.where(size < 2, 0.5 * mantissa, (1.0 + 0.5 * mantissa) * power)
+        values = tl.where(code >= 8, -values, values)
+    elif FORM == "zero":
+        values = code.to(tl.float32) - zero.to(tl.float32)
+    elif FORM == "int":
+        values = code.to(tl.float32) - 8.0
+    else:
+        values = code.to(tl.float32)
+    return values.to(dtype)
+
+
+# NOTE: sm_80 has no add or multiply of two bfloat16, only their fused multiply-add; it is as fast.
+
+
+@triton.jit
+def _unpack4_zero(words, zero, dtype: tl.constexpr):
+    if dtype == tl.bfloat16:
+        return _unpack4_minus(words, (-128.0 - zero.to(tl.float32)).to(dtype), None, dtype)
+    else:
+        low = (-1024.0 - zero.to(tl.float32)).to(dtype)
+        return _unpack4_minus(words, low, (-64.0 - zero.to(tl.float32)).to(dtype), dtype)
+
+
+@triton.jit
+def _unpack4_minus(words, low, high, dtype: tl.constexpr):
+    """Turn codes into code + low + 128 or, of float16, code + low + 1024 and code + high + 64."""
+    if dtype == tl.bfloat16:
+        # whole numbers up to 256 are exact: (128 + code) - (128 + zero) is
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, one;
+            mov.b32 one, 0x3f803f80;
+            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+            shr.u32 t, $4, 4;
+            lop3.b32 $1, t, 0x000f000f, 0x43004300, 0xea;
+            shr.u32 t, $4, 8;
+            lop3.b32 $2, t, 0x000f000f, 0x43004300, 0xea;
+            shr.u32 t, $4, 12;
+            lop3.b32 $3, t, 0x000f000f, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, $0, one, $5;
+            fma.rn.bf16x2 $1, $1, one, $5;
+            fma.rn.bf16x2 $2, $2, one, $5;
+            fma.rn.bf16x2 $3, $3, one, $5;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r", args=[words, low],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        # a code in bits 4 to 7 of the mantissa counts 16 times
+        tl.static_assert(dtype == tl.float16, "values are float16 or bfloat16")
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, sixteenth;
+            mov.b32 sixteenth, 0x2c002c00;
+            shr.u32 t, $4, 8;
+            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 $2, t, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 $3, t, 0x00f000f0, 0x64006400, 0xea;
+            add.rn.f16x2 $0, $0, $5;
+            fma.rn.f16x2 $1, $1, sixteenth, $6;
+            add.rn.f16x2 $2, $2, $5;
+            fma.rn.f16x2 $3, $3, sixteenth, $6;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r", args=[words, low, high],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _unpack4_e2m1(words, dtype: tl.constexpr):
+    # exponent and mantissa go to the low end of the exponent; a power of two sets the bias right,
+    # and makes the one subnormal, 0.5, a normal number
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 s, t, c, z;
+            mov.b32 c, 0x7e807e80;
+            mov.b32 z, 0x80008000;
+            shl.b32 s, $4, 12;
+            shl.b32 t, $4, 6;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 $0, t, 0x01c001c0, s, 0xea;
+            shl.b32 s, $4, 8;
+            shl.b32 t, $4, 2;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 $1, t, 0x01c001c0, s, 0xea;
+            shl.b32 s, $4, 4;
+            shr.u32 t, $4, 2;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 $2, t, 0x01c001c0, s, 0xea;
+            shr.u32 t, $4, 6;
+            and.b32 s, $4, 0x80008000;
+            lop3.b32 $3, t, 0x01c001c0, s, 0xea;
+            fma.rn.bf16x2 $0, $0, c, z;
+            fma.rn.bf16x2 $1, $1, c, z;
+            fma.rn.bf16x2 $2, $2, c, z;
+            fma.rn.bf16x2 $3, $3, c, z;
+            }""",
+            "=&r,=&r,=&r,=&r,r", args=[words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        tl.static_assert(dtype == tl.float16, "values are float16 or bfloat16")
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 s, t, c;
+            mov.b32 c, 0x74007400;
+            shl.b32 s, $4, 12;
+            shl.b32 t, $4, 9;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 $0, t, 0x0e000e00, s, 0xea;
+            shl.b32 s, $4, 8;
+            shl.b32 t, $4, 5;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 $1, t, 0x0e000e00, s, 0xea;
+            shl.b32 s, $4, 4;
+            shl.b32 t, $4, 1;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 $2, t, 0x0e000e00, s, 0xea;
+            shr.u32 t, $4, 3;
+            and.b32 s, $4, 0x80008000;
+            lop3.b32 $3, t, 0x0e000e00, s, 0xea;
+            mul.rn.f16x2 $0, $0, c;
+            mul.rn.f16x2 $1, $1, c;
+            mul.rn.f16x2 $2, $2, c;
+            mul.rn.f16x2 $3, $3, c;
+            }""",
+            "=&r,=&r,=&r,=&r,r", args=[words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+_LOOK_UP = tl.constexpr(
+    """{
+    .reg .b32 s, u, m, a, b, h0, l0, h1, l1, p, q;
+    .reg .b32 c;
+    mov.b32 c, 0x80808080;
+    and.b32 s, $4, 0x77777777;
+    prmt.b32 m, c, c, $4;
+    sub.u32 m, m, c;
+    add.u32 p, m, m;
+    or.b32 m, m, p;
+    prmt.b32 a, $5, $7, s;
+    prmt.b32 b, $9, $11, s;
+    lop3.b32 h0, m, b, a, 0xca;
+    prmt.b32 a, $13, $15, s;
+    prmt.b32 b, $17, $19, s;
+    lop3.b32 l0, m, b, a, 0xca;
+    shr.u32 s, s, 16;
+    shr.u32 u, $4, 16;
+    prmt.b32 m, c, c, u;
+    sub.u32 m, m, c;
+    add.u32 p, m, m;
+    or.b32 m, m, p;
+    prmt.b32 a, $5, $7, s;
+    prmt.b32 b, $9, $11, s;
+    lop3.b32 h1, m, b, a, 0xca;
+    prmt.b32 a, $13, $15, s;
+    prmt.b32 b, $17, $19, s;
+    lop3.b32 l1, m, b, a, 0xca;
+    prmt.b32 p, l0, h0, 0x5140;
+    prmt.b32 q, l1, h1, 0x5140;
+    prmt.b32 $0, p, q, 0x5410;
+    prmt.b32 $1, p, q, 0x7632;
+    prmt.b32 p, l0, h0, 0x7362;
+    prmt.b32 q, l1, h1, 0x7362;
+    prmt.b32 $2, p, q, 0x5410;
+    prmt.b32 $3, p, q, 0x7632;
+    }"""
+)
+_LOOK_UP_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r" + ",r" * 17)
+
+
+@triton.jit
+def _unpack4_table(words, table, dtype: tl.constexpr):
+    # `prmt` looks four codes up at once among eight bytes. High and low bytes of the values of
+    # codes under 8 and from 8 up are looked up apart, chosen by bit 3 of the codes, and zipped.
+    # Two elements a call, so each int32 of the table comes in two registers.
+    t0, t1, t2, t3, t4, t5, t6, t7 = table
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _LOOK_UP, _LOOK_UP_REGISTERS, args=[words, t0, t1, t2, t3, t4, t5, t6, t7],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        tl.static_assert(dtype == tl.float16, "values are float16 or bfloat16")
+        return tl.inline_asm_elementwise(
+            _LOOK_UP, _LOOK_UP_REGISTERS, args=[words, t0, t1, t2, t3, t4, t5, t6, t7],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
