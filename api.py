@@ -14,9 +14,9 @@ import torch
 from quantload.accuracy.compare import (
     ModelComparison,
     compare_outputs,
-    compare_weights,
     with_outputs,
 )
+from quantload.accuracy.compare_weights import compare_weights
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.accuracy.verify_output import verify_output
 from quantload.api_load import explain, load, load_model, model_shares, parse_device

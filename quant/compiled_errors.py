@@ -85,7 +85,7 @@ def _in_steps(errors, codes, half_steps, scale):
 
 
 def _measure_rows(values, target, codes, scales, block, tables, limits, nearest, sums, counts):
-    """Fill `sums` with noise, rounding, signal, largest error, and the same in steps, of each row.
+    """Fill `sums` with the errors of each row.
 
     Args:
         values: [n, K] float32 or uint16, what the codes stand for.
@@ -98,7 +98,8 @@ def _measure_rows(values, target, codes, scales, block, tables, limits, nearest,
         limits: eps and smallest normal number of the arithmetic, and of the values; half the grid's
             steps; 1 if there are zero points; eps of the dtype to which the weight was cast, or 0.
         nearest: True counts elements that are further off than rounding explains.
-        sums: [n, 5] float64, is filled.
+        sums: [n, 6] float64, is filled: noise, rounding, signal, largest error, the same in steps,
+            and the largest noise of a block in units of its rounding.
         counts: [n] int64, is filled.
     """
     height, width = block
@@ -111,7 +112,7 @@ def _measure_rows(values, target, codes, scales, block, tables, limits, nearest,
         r = n // height
         _widen(values[n], found)
         _widen(target[n], wanted)
-        noise = rounding = signal = largest = worst = 0.0
+        noise = rounding = signal = largest = worst = excess = 0.0
         beyond = 0
         for g in range(sizes.shape[1]):
             scale = sizes[r, g]
@@ -128,6 +129,8 @@ def _measure_rows(values, target, codes, scales, block, tables, limits, nearest,
                 )
             rounding += squares
             worst = max(worst, inside)
+            if of_part[0] > 0:
+                excess = max(excess, 12 * of_part[0] / squares)
             if not nearest or not inside > 0.5:
                 continue
             for k in range(start, stop):
@@ -148,7 +151,7 @@ def _measure_rows(values, target, codes, scales, block, tables, limits, nearest,
                     )
                     beyond += errors[k] / (2 * tables[1, code] * scale) > most
         sums[n, 0], sums[n, 1], sums[n, 2] = noise, rounding / 12, signal
-        sums[n, 3], sums[n, 4] = largest, worst
+        sums[n, 3], sums[n, 4], sums[n, 5] = largest, worst, excess
         counts[n] = beyond
 
 

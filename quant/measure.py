@@ -41,6 +41,7 @@ class Measured:
     Args:
         noise: [N] float64, sum of squared errors of each row.
         rounding: [N] float64, sum of squared steps / 12.
+        block_excess: Largest noise of a row's part that shares a scale, in units of its rounding.
         count: Number of elements.
         signal: Sum of squared weights.
         max_abs: Largest error.
@@ -52,6 +53,7 @@ class Measured:
 
     noise: Tensor
     rounding: Tensor
+    block_excess: float
     count: int
     signal: float
     max_abs: float
@@ -123,9 +125,11 @@ def _measure_plainly(
         far = above.clone()
         far[above] = steps[above] > _most_steps(part, values, target, source, above)
         beyond = far.sum(dim=1)
+    noise, rounding = error.square(), size.square() / 12
     return Measured(
-        noise=error.square().sum(dim=1),
-        rounding=size.square().sum(dim=1) / 12,
+        noise=noise.sum(dim=1),
+        rounding=rounding.sum(dim=1),
+        block_excess=_block_excess(part, noise, rounding),
         signal=float(target.to(torch.float64).square().sum()),
         max_abs=float(error.max()),
         max_steps=float(steps.max()),
@@ -133,6 +137,21 @@ def _measure_plainly(
         count=values.numel(),
         is_of_reference=target.dtype == source,
     )
+
+
+def _block_excess(part: QuantTensor, noise: Tensor, rounding: Tensor) -> float:
+    """Return the largest quotient of the sums over the columns of a row that share a scale."""
+    columns, groups = part.shape[1], part.scale.shape[1]
+    group_of = part.group_of
+    if group_of is None:
+        group_of = torch.arange(columns, device=noise.device) // part.block[1]
+    sums = [
+        torch.zeros(part.shape[0], groups, dtype=torch.float64, device=noise.device).index_add_(
+            1, group_of.to(noise.device, torch.int64), of_elements
+        )
+        for of_elements in (noise, rounding)
+    ]
+    return float((sums[0] / sums[1]).nan_to_num_(nan=0.0, posinf=math.inf).max())
 
 
 def _most_steps(
@@ -229,7 +248,7 @@ def _measure_compiled(
         0.0 if cast_to is None else torch.finfo(cast_to).eps,
     )
     rows = part.shape[0]
-    sums, beyond = np.zeros((rows, 5)), np.zeros(rows, np.int64)
+    sums, beyond = np.zeros((rows, 6)), np.zeros(rows, np.int64)
     done = compiled.measure_rows(
         _floats(values),
         _floats(target),
@@ -248,6 +267,7 @@ def _measure_compiled(
     return Measured(
         noise=found[:, 0],
         rounding=found[:, 1],
+        block_excess=float(found[:, 5].max()),
         signal=float(found[:, 2].sum()),
         max_abs=float(found[:, 3].max()),
         max_steps=float(found[:, 4].max()),

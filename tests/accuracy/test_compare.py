@@ -16,10 +16,9 @@ from quantload.accuracy.compare import (
     EndMetrics,
     LayerComparison,
     ModelComparison,
-    cast_limit,
     compare_outputs,
-    sum_limit,
 )
+from quantload.accuracy.compare_weights import cast_limit, sum_limit
 from quantload.errors import NotComparable
 from quantload.progress import Silent
 from quantload.quant.metrics import ErrorSums, error_sums

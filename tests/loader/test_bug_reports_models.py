@@ -17,7 +17,8 @@ from int_packing import awq_tensors, random_parts, values_of
 from safetensors.torch import load_file, save_file
 
 import quantload
-from quantload.accuracy.compare import LayerComparison, sum_limit
+from quantload.accuracy.compare import LayerComparison
+from quantload.accuracy.compare_weights import sum_limit
 from quantload.cli import main
 from quantload.cli_compare import comparison_json, comparison_markdown
 from quantload.errors import MissingTensor

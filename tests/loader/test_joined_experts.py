@@ -13,7 +13,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import quantload
-from quantload.accuracy.compare import compare_weights
+from quantload.accuracy.compare_weights import compare_weights
 from quantload.accuracy.verify import verify_sources
 from quantload.errors import FormatMismatch, MissingTensor
 from quantload.loader.convert import run_plan

@@ -1,0 +1,102 @@
+"""Layers that stand out in how they are rounded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantload.accuracy.weight_rounding import Rounding, rounding_of, standing_out
+from quantload.quant.rtn import quantize_rtn
+from quantload.quant.scheme import parse_scheme
+
+SHAPE = (512, 1024)
+LAYERS = 6
+
+
+def weights(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(SHAPE, generator=generator) * 0.02).to(torch.bfloat16) for _ in range(LAYERS)
+    ]
+
+
+def judged(candidates, references, kind="W4A16"):
+    return standing_out(
+        {
+            str(number): (kind, rounding_of(quantized, quantized.dequantize(), reference))
+            for number, (quantized, reference) in enumerate(
+                zip(candidates, references, strict=True)
+            )
+        }
+    )
+
+
+def swap_nibbles(quantized, row=7, group=3):
+    """As a tool does that writes the two codes of a byte in the wrong order, in one group."""
+    width = quantized.block[1]
+    codes = quantized.codes.clone()
+    part = codes[row, group * width : (group + 1) * width]
+    part.copy_(part.view(-1, 2).flip(1).reshape(-1))
+    return replace(quantized, codes=codes)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16:g32", "W4A16", "W4A16_ASYM", "NVFP4A16", "MXFP4A16"])
+def test_nibbles_of_one_group(scheme):
+    references = weights()
+    quantized = [quantize_rtn(weight, parse_scheme(scheme).weight) for weight in references]
+    assert judged(quantized, references, scheme) == {}
+    quantized[4] = swap_nibbles(quantized[4])
+    found = judged(quantized, references, scheme)
+    assert list(found) == ["4"]
+    assert "steps" in found["4"]
+
+
+def test_relative_error_hides_it():
+    """What this file is for: the same damage moves the relative error by less than 1 %."""
+    weight = weights()[0]
+    quantized = quantize_rtn(weight, parse_scheme("W4A16:g32").weight)
+    errors = [
+        float((part.dequantize().double() - weight.double()).norm() / weight.double().norm())
+        for part in (quantized, swap_nibbles(quantized))
+    ]
+    assert 1.0 < errors[1] / errors[0] < 1.01
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_ASYM", "W8A8", "FP8_DYNAMIC"])
+def test_rows_in_another_order(scheme):
+    references = weights()
+    quantized = [quantize_rtn(weight, parse_scheme(scheme).weight) for weight in references]
+    codes = quantized[2].codes.clone()
+    raw = codes.view(torch.uint8)
+    raw[[10, 11]] = raw[[11, 10]]
+    quantized[2] = replace(quantized[2], codes=codes)
+    assert list(judged(quantized, references, scheme)) == ["2"]
+
+
+def test_zero_points_off_by_one():
+    references = weights()
+    quantized = [quantize_rtn(weight, parse_scheme("W4A16_ASYM").weight) for weight in references]
+    quantized[1] = replace(quantized[1], zero=quantized[1].zero + 1)
+    found = judged(quantized, references)
+    assert list(found) == ["1"]
+
+
+def test_layers_that_all_clip_are_alike():
+    """GPTQ and AWQ leave more than half a step: nothing stands out if all layers do."""
+    usual = {str(n): ("W4A16", Rounding(max_steps=5.0, block_excess=80.0 + n)) for n in range(6)}
+    assert standing_out(usual) == {}
+    worse = usual | {"9": ("W4A16", Rounding(max_steps=14.0, block_excess=700.0))}
+    assert list(standing_out(worse)) == ["9"]
+    few = {"0": ("W4A16", Rounding(max_steps=4.0, block_excess=30.0))}
+    assert standing_out(few) == {}
+
+
+def test_few_layers_rounded_to_nearest_are_not_judged_by_each_other():
+    rows = {str(n): ("W4A16", Rounding(max_steps=0.5, block_excess=2.0)) for n in range(2)}
+    assert standing_out(rows | {"2": ("W4A16", Rounding(max_steps=4.0, block_excess=9.0))}) == {}
+
+
+def test_grids_without_steps_are_left_out():
+    assert standing_out({"0": ("NF4", None)}) == {}
