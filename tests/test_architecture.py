@@ -45,6 +45,7 @@ TRANSFORMERS = (
     "layers/meta_model.py",
     "layers/registry.py",
     "layers/siblings.py",
+    "layers/step_model.py",
     "layers/surgery.py",
     "layers/text.py",
     "loader/gguf_tokenizer.py",
