@@ -1,28 +1,113 @@
 """Launch settings of kernels: what was measured on a card, else the kernel's own rule.
 
-A file for each card, `tuned/NVIDIA_H200.json`, holds for each kernel, shape and number of tokens the
-fastest settings that were found:
+A table for each card, a JSON file, holds for each kernel, shape and number of tokens the fastest
+settings that were found, and what the card itself reaches:
 
     {"card": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0",
-     "kernels": {"nibble int4 g128": {"6144x4096": {"1": {"rows": 64, "splits": 4}, ...}}}}
+     "limits": {"read_gb_s": 4580, "tflops": {"bf16": 802, "fp8": 1541, "int8": 1576}},
+     "kernels": {"nibble int4 g128": {"6144x4096": {"1": {"rows": 64, "splits": 4}, ...}}},
+     "us": {"nibble int4 g128": {"6144x4096": {"1": 7.1, ...}}}}
 
-Shapes are N x K of a weight. The settings of the fewest measured tokens that hold the asked-for ones
-serve; a shape, kernel or card that was not measured has none, and the kernel's rule decides.
+Shapes are N x K of a weight; "us" is the time of a call with the settings beside it. Two tables are
+looked at: `tuned/NVIDIA_H200.json` in the package, and one of the same name in the user's cache
+folder, which `quantload tune` writes and which wins, entry by entry.
+
+The settings of the fewest measured tokens that hold the asked-for ones serve, unless they are more
+than eight times as many. What was not measured has no settings, and the kernel's rule decides: so
+an unknown card or shape is slower at worst.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
+import sys
 from collections.abc import Mapping
-from importlib import resources
+from dataclasses import dataclass, field
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
 
 import torch
 
-__all__ = ["Settings", "find"]
+from quantload.errors import ConfigError
+
+__all__ = [
+    "CardLimits",
+    "Settings",
+    "Table",
+    "card_limits",
+    "find",
+    "forget",
+    "measured_us",
+    "parse_table",
+    "user_table",
+]
 
 Settings = Mapping[str, int]
-_Table = Mapping[str, Mapping[str, Mapping[str, Settings]]]
+_ByTokens = dict[str, dict[str, dict[int, Any]]]  # kernel -> NxK -> tokens -> settings or us
+_FEWER = 8  # settings for this many times the tokens still serve
+
+
+@dataclass(frozen=True)
+class CardLimits:
+    """What a card reaches, measured.
+
+    Args:
+        read_gb_s: GB/s at which a kernel reads memory that it only reads.
+        tflops: Tera operations per second of large matrix products, by the dtype of the operands:
+            "bf16", "fp8", "int8".
+    """
+
+    read_gb_s: float
+    tflops: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Table:
+    """What was measured on one card.
+
+    Args:
+        card: Its name, as torch gives it.
+        limits: What it reaches; None if that was not measured.
+        kernels: {kernel: {"NxK": {tokens: settings}}}.
+        us: {kernel: {"NxK": {tokens: microseconds}}}, with those settings.
+    """
+
+    card: str
+    limits: CardLimits | None = None
+    kernels: _ByTokens = field(default_factory=dict)
+    us: _ByTokens = field(default_factory=dict)
+
+    def add(self, kernel: str, shape: str, tokens: int, settings: Settings, us: float) -> None:
+        """Put in settings and the time of a call with them."""
+        for part, value in ((self.kernels, dict(settings)), (self.us, round(us, 3))):
+            part.setdefault(kernel, {}).setdefault(shape, {})[tokens] = value
+
+    def updated(self, other: Table) -> Table:
+        """Return this table with the entries of another one in the place of its own."""
+        merged = Table(self.card, other.limits or self.limits)
+        for table in (self, other):
+            for part, into in ((table.kernels, merged.kernels), (table.us, merged.us)):
+                for kernel, shapes in part.items():
+                    for shape, entries in shapes.items():
+                        into.setdefault(kernel, {}).setdefault(shape, {}).update(entries)
+        return merged
+
+    def as_text(self) -> str:
+        """Return the JSON of the table."""
+        limits = None
+        if self.limits is not None:
+            limits = {"read_gb_s": self.limits.read_gb_s, "tflops": dict(self.limits.tflops)}
+        head: dict[str, Any] = {
+            "card": self.card,
+            "torch": torch.__version__,
+            "triton": _installed("triton"),
+        }
+        if limits is not None:
+            head["limits"] = limits
+        return _compact({**head, "kernels": self.kernels, "us": self.us})
 
 
 def find(kernel: str, device: torch.device, *, m: int, n: int, k: int) -> Settings | None:
@@ -34,26 +119,213 @@ def find(kernel: str, device: torch.device, *, m: int, n: int, k: int) -> Settin
         m: Tokens.
         n: Output features.
         k: Input features.
+
+    Raises:
+        ConfigError: A table is damaged.
     """
     if device.type != "cuda":
         return None
-    return _find(kernel, torch.cuda.get_device_name(device), m, n, k)
+    return _find(kernel, _card(device), m, n, k)
+
+
+def measured_us(kernel: str, device: torch.device, *, m: int, n: int, k: int) -> float | None:
+    """Return the time of a call with the settings of `find`, where just these tokens were measured.
+
+    Args:
+        kernel: As in `find`.
+        device: As in `find`.
+        m: Tokens.
+        n: Output features.
+        k: Input features.
+    """
+    if device.type != "cuda":
+        return None
+    us = _table(_card(device)).us.get(kernel, {}).get(f"{n}x{k}", {}).get(m)
+    return None if us is None else float(us)
+
+
+def card_limits(device: torch.device) -> CardLimits | None:
+    """Return what the card of `device` reaches; None if it was not measured."""
+    return _table(_card(device)).limits if device.type == "cuda" else None
+
+
+def user_table(card: str) -> Path:
+    """Return where the user's own table for a card lies, in the platform's cache folder.
+
+    The environment variable QUANTLOAD_CACHE names another folder.
+    """
+    named = os.environ.get("QUANTLOAD_CACHE")
+    if named:
+        folder = Path(named)
+    elif sys.platform == "darwin":
+        folder = Path.home() / "Library" / "Caches" / "quantload"
+    elif sys.platform == "win32":
+        folder = Path(os.environ.get("LOCALAPPDATA", Path.home())) / "quantload" / "Cache"
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantload"
+    return folder / "tuned" / f"{_file_name(card)}.json"
+
+
+def forget() -> None:
+    """Read the tables again when they are asked for next."""
+    for cached in (_find, _table):
+        cached.cache_clear()
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def parse_table(text: str, *, where: str) -> Table:
+    """Return the table in a JSON text.
+
+    Args:
+        text: See the top of this file.
+        where: Name of the file, for errors.
+
+    Raises:
+        ConfigError: It is no such table.
+    """
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _damaged(where, f"it is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise _damaged(where, f"found {_kind(found)}, expected an object")
+    card = found.get("card")
+    if not isinstance(card, str) or not card:
+        raise _damaged(where, f"`card` is `{card}`, expected the name of a card")
+    table = Table(card, _limits(found["limits"], where) if "limits" in found else None)
+    table.kernels = _entries(found.get("kernels", {}), "kernels", where)
+    table.us = _entries(found.get("us", {}), "us", where)
+    return table
+
+
+def _limits(found: Any, where: str) -> CardLimits:  # noqa: ANN401 - whatever the file holds
+    read = found.get("read_gb_s") if isinstance(found, dict) else None
+    tflops = found.get("tflops", {}) if isinstance(found, dict) else None
+    numbers = [read, *tflops.values()] if isinstance(tflops, dict) else [None]
+    if not all(_is_number(number) and number > 0 for number in numbers):
+        raise _damaged(
+            where, f"`limits` is `{found}`, expected positive `read_gb_s` and `tflops` by dtype"
+        )
+    return CardLimits(float(read), {name: float(value) for name, value in tflops.items()})
+
+
+def _entries(found: Any, name: str, where: str) -> _ByTokens:  # noqa: ANN401 - as above
+    """Check {kernel: {"NxK": {tokens: entry}}}; an entry is settings, or a time in "us"."""
+    result: _ByTokens = {}
+    for kernel, shapes in _object(found, f"`{name}`", where).items():
+        for shape, tokens in _object(shapes, f"`{name}.{kernel}`", where).items():
+            place = f"`{name}.{kernel}.{shape}`"
+            rows, _, columns = shape.partition("x")
+            if not (rows.isdigit() and columns.isdigit()):
+                raise _damaged(where, f"{place} is no shape, expected `NxK`, such as `6144x4096`")
+            for count, entry in _object(tokens, place, where).items():
+                if not count.isdigit() or not int(count):
+                    raise _damaged(where, f"{place} has tokens `{count}`, expected a number")
+                _check_entry(entry, is_time=name == "us", place=f"{place} at {count}", where=where)
+                result.setdefault(kernel, {}).setdefault(shape, {})[int(count)] = entry
+    return result
+
+
+def _check_entry(
+    entry: Any,  # noqa: ANN401 - as above
+    *,
+    is_time: bool,
+    place: str,
+    where: str,
+) -> None:
+    if is_time:
+        if not _is_number(entry) or entry <= 0:
+            raise _damaged(where, f"{place} is `{entry}`, expected microseconds")
+        return
+    settings = _object(entry, place, where)
+    wrong = next((k for k, v in settings.items() if not isinstance(v, int)), None)
+    if wrong is not None:
+        raise _damaged(where, f"{place}: `{wrong}` is `{settings[wrong]}`, expected an integer")
+
+
+def _object(found: Any, place: str, where: str) -> dict[str, Any]:  # noqa: ANN401 - as above
+    if not isinstance(found, dict):
+        raise _damaged(where, f"{place} is {_kind(found)}, expected an object")
+    return found
+
+
+def _is_number(found: object) -> bool:
+    return isinstance(found, int | float) and not isinstance(found, bool)
+
+
+def _kind(found: object) -> str:
+    return f"`{found}`" if isinstance(found, str | int | float) else f"a {type(found).__name__}"
+
+
+def _damaged(where: str, message: str) -> ConfigError:
+    return ConfigError(
+        f"launch settings cannot be read: {message}, file `{where}`",
+        hint="delete the file; `quantload tune` writes it anew",
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _find(kernel: str, card: str, m: int, n: int, k: int) -> Settings | None:
-    measured = _table(card).get(kernel, {}).get(f"{n}x{k}", {})
-    buckets = sorted(int(tokens) for tokens in measured)
-    if not buckets:
+    measured = _table(card).kernels.get(kernel, {}).get(f"{n}x{k}", {})
+    bucket = min((tokens for tokens in measured if tokens >= m), default=None)
+    if bucket is None or bucket > _FEWER * max(1, m):
         return None
-    bucket = next((tokens for tokens in buckets if tokens >= m), buckets[-1])
-    return measured[str(bucket)]
+    return dict(measured[bucket])
 
 
 @functools.cache
-def _table(card: str) -> _Table:
-    file = resources.files("quantload.runtime") / "tuned" / f"{card.replace(' ', '_')}.json"
-    if not file.is_file():
-        return {}
-    kernels: _Table = json.loads(file.read_text())["kernels"]
-    return kernels
+def _table(card: str) -> Table:
+    """Return the packaged table of a card with the user's entries in it; empty if there is none."""
+    table = Table(card)
+    packaged = resources.files("quantload.runtime") / "tuned" / f"{_file_name(card)}.json"
+    if packaged.is_file():
+        table = table.updated(parse_table(packaged.read_text(), where=packaged.name))
+    own = user_table(card)
+    if own.is_file():
+        table = table.updated(parse_table(own.read_text(), where=str(own)))
+    return table
+
+
+def _card(device: torch.device) -> str:
+    return _card_of(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@functools.cache
+def _card_of(index: int) -> str:
+    return torch.cuda.get_device_name(index)
+
+
+def _file_name(card: str) -> str:
+    return "".join(c if c.isalnum() or c in "-." else "_" for c in card)
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "?"
+
+
+def _compact(table: Mapping[str, Any]) -> str:
+    """Return JSON with one line for each kernel and shape."""
+    lines = []
+    for name, value in table.items():
+        if name in ("kernels", "us"):
+            kernels = []
+            for kernel, shapes in sorted(value.items()):
+                of_shapes = [
+                    f"   {json.dumps(shape)}: "
+                    + json.dumps({str(t): shapes[shape][t] for t in sorted(shapes[shape])})
+                    for shape in sorted(shapes)
+                ]
+                kernels.append(f"  {json.dumps(kernel)}: {{\n" + ",\n".join(of_shapes) + "}")
+            body = "{\n" + ",\n".join(kernels) + "}" if kernels else "{}"
+            lines.append(f" {json.dumps(name)}: {body}")
+        else:
+            lines.append(f" {json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "}\n"

@@ -1,0 +1,157 @@
+"""What the GEMM benchmark measures: shapes, formats, canonical weights, inputs, exact products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quantload.layers.linear import QuantLinear
+from quantload.quant.activation import fake_quantize, fake_quantize_static, with_input_scale
+from quantload.quant.qtensor import QuantTensor
+from quantload.quant.rtn import quantize_rtn
+from quantload.quant.scheme import Scheme, parse_scheme
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+SHAPES = {
+    "8b.qkv": (6144, 4096),
+    "8b.o": (4096, 4096),
+    "8b.gate_up": (28672, 4096),
+    "8b.down": (4096, 14336),
+    "70b.gate_up": (57344, 8192),
+    "70b.down": (8192, 28672),
+    "s.4096x1024": (4096, 1024),
+    "s.6144x1024": (6144, 1024),
+}
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of the tables.
+
+    Args:
+        scheme: As quantload writes it; "" is full precision.
+        rounds_input: Whether the input is rounded.
+        compute: What multiplies: a key of the card's measured limits.
+    """
+
+    scheme: str
+    rounds_input: bool = False
+    compute: str = "bf16"
+
+
+FORMATS = {
+    "bf16": Format(""),
+    "w4a16_g128": Format("W4A16"),
+    "w4a16_g128_asym": Format("W4A16_ASYM"),
+    "mxfp4_a16": Format("MXFP4A16"),
+    "nvfp4_a16": Format("NVFP4A16"),
+    "fp8_a16": Format("FP8_DYNAMIC"),
+    "int8_a16": Format("W8A8"),
+    "fp8_ch": Format("FP8_DYNAMIC", True, "fp8"),
+    "fp8_tensor": Format("FP8", True, "fp8"),
+    "fp8_blk": Format("FP8_BLOCK", True, "fp8"),
+    "mxfp8": Format("MXFP8", True, "fp8"),
+    "int8_ch": Format("W8A8", True, "int8"),
+    "w4a8_fp8": Format("W4AFP8", True, "fp8"),
+    "w4a8_int8": Format("W4A8", True, "int8"),
+}
+
+
+def scheme_of(fmt: str) -> Scheme:
+    """Return the scheme of a format of the tables."""
+    form = FORMATS[fmt]
+    scheme = parse_scheme(form.scheme)
+    return scheme if form.rounds_input else replace(scheme, input=None)
+
+
+def dense_weight(n: int, k: int, device: torch.device) -> Tensor:
+    """Return a random weight [n, k] in bfloat16, always the same for a shape."""
+    generator = torch.Generator(device).manual_seed(7 * n + k)
+    weight = torch.randn(n, k, device=device, dtype=torch.bfloat16, generator=generator)
+    return weight.mul_(0.02)
+
+
+def quantized(fmt: str, dense: Tensor) -> QuantTensor:
+    """Return the canonical weight of a format."""
+    scheme = scheme_of(fmt)
+    assert scheme.weight is not None, fmt
+    weight = quantize_rtn(dense, scheme.weight)
+    if scheme.input is not None and scheme.input.needs_scale:
+        weight = with_input_scale(weight, scheme.input, absmax=5.0)
+    return weight
+
+
+def our_layer(fmt: str, weight: QuantTensor | Tensor) -> QuantLinear:
+    """Return the layer that a loaded model would have."""
+    n, k = weight.shape
+    scheme = scheme_of(fmt)
+    layer = QuantLinear(k, n, bias=False, scheme=scheme, dtype=torch.bfloat16, prefix=fmt)
+    layer.receive("weight", 0, weight)
+    layer.finish(torch.device("cuda"))
+    return layer.eval()
+
+
+def weight_bytes(fmt: str, weight: QuantTensor | Tensor) -> int:
+    """Return the bytes of a weight as its format stores it, scales included."""
+    if isinstance(weight, Tensor):
+        return weight.nbytes
+    parts = weight.tensors()
+    codes = parts.pop("codes").numel() * weight.grid.bits / 8
+    zero = parts.pop("zero", None)
+    zeros = 0.0 if zero is None else zero.numel() * weight.grid.bits / 8
+    return int(codes + zeros + sum(part.nbytes for part in parts.values()))
+
+
+def exact_rows(weight: QuantTensor | Tensor, start: int, stop: int) -> Tensor:
+    """Return rows of a weight in float64."""
+    if isinstance(weight, Tensor):
+        return weight[start:stop].double()
+    rows = weight.rows(start, min(stop, weight.shape[0]))
+    evaluation = replace(rows.evaluation, dtype=torch.float64, result=None, scale=None)
+    return replace(rows, evaluation=evaluation).dequantize()
+
+
+def rounded_input(fmt: str, weight: QuantTensor | Tensor, x: Tensor) -> Tensor:
+    """Return x as the format's input scheme rounds it, in float64."""
+    scheme = scheme_of(fmt).input if fmt != "bf16" else None
+    if scheme is None:
+        return x.double()
+    if scheme.dynamic:
+        return fake_quantize(x.float(), scheme).double()
+    assert isinstance(weight, QuantTensor), "a static input has a scale"
+    assert weight.input_scale is not None, "a static input has a scale"
+    return fake_quantize_static(x.float(), scheme.grid, weight.input_scale.float(), None).double()
+
+
+def exact_product(fmt: str, weight: QuantTensor | Tensor, x: Tensor) -> Tensor:
+    """Return x' @ W^T in float64, [M, N]; the weight is cut so that memory stays bounded."""
+    rounded, n = rounded_input(fmt, weight, x), weight.shape[0]
+    parts = [rounded @ exact_rows(weight, start, start + 8192).T for start in range(0, n, 8192)]
+    return torch.cat(parts, dim=1)
+
+
+def as_harness_weight(bench: ModuleType, fmt: str, weight: QuantTensor | Tensor) -> Any:
+    """Return a weight in the form that peers' plug-ins of the anchors harness take."""
+    n, k = weight.shape
+    if isinstance(weight, Tensor):
+        return bench.QWeight(fmt, n, k, q=weight, scale=None)
+    codes, scale, more = weight.codes, weight.scale, {}
+    if fmt.startswith("w4a16"):
+        codes = (codes.to(torch.int16) + 8).to(torch.uint8)
+        if weight.zero is not None:
+            more["zero"] = (weight.zero.to(torch.int16) + 8).to(torch.uint8)
+    elif fmt == "mxfp4_a16":
+        scale = scale.view(torch.uint8)
+    elif fmt == "nvfp4_a16":
+        assert weight.outer is not None, "NVFP4 has a global scale"
+        assert weight.evaluation.outer == "scale/", weight.evaluation
+        more["gscale"] = (1 / weight.outer.float()).view(1)
+    else:
+        scale = scale.float().view(1) if fmt == "fp8_tensor" else scale.float()
+    return bench.QWeight(fmt, n, k, q=codes, scale=scale, **more)
