@@ -115,8 +115,8 @@ def unpack4(words, zero, table, FORM: tl.constexpr, dtype: tl.constexpr, INTERPR
 
     Args:
         words: [BN, C] int16.
-        zero: [BN, 1] or [BN, C] dtype, whole numbers from -128 to 128, for the form "zero"; any
-            number for the others.
+        zero: For the form "zero" a tuple of four [BN, 1] or [BN, C] integers from 0 to 63, one for
+            each slice; any number for the others.
         table: What `table_registers` returned.
         FORM: "int" for code - 8, "uint" for code, "zero" for code - zero, "e2m1" for OCP FP4 with
             the sign in bit 3, "table" for 16 values.
@@ -136,17 +136,19 @@ def unpack4(words, zero, table, FORM: tl.constexpr, dtype: tl.constexpr, INTERPR
         bias: tl.constexpr = 8.0 if FORM == "int" else 0.0
         start: tl.constexpr = -128.0 - bias if dtype == tl.bfloat16 else -1024.0 - bias
         low = tl.full(words.shape, start, dtype)
-        return _unpack4_minus(words, low, tl.full(words.shape, -64.0 - bias, dtype), dtype)
+        high = low if dtype == tl.bfloat16 else tl.full(words.shape, -64.0 - bias, dtype)
+        return _unpack4_plus(words, (low, high, low, high), dtype)
 
 
 @triton.jit
 def _unpack4_plain(words, zero, table, FORM: tl.constexpr, dtype: tl.constexpr):
     bits = words.to(tl.int32)
+    z0, z1, z2, z3 = zero if FORM == "zero" else (0, 0, 0, 0)
     return (
-        _plain_values(bits & 15, zero, table, FORM, dtype),
-        _plain_values((bits >> 4) & 15, zero, table, FORM, dtype),
-        _plain_values((bits >> 8) & 15, zero, table, FORM, dtype),
-        _plain_values((bits >> 12) & 15, zero, table, FORM, dtype),
+        _plain_values(bits & 15, z0, table, FORM, dtype),
+        _plain_values((bits >> 4) & 15, z1, table, FORM, dtype),
+        _plain_values((bits >> 8) & 15, z2, table, FORM, dtype),
+        _plain_values((bits >> 12) & 15, z3, table, FORM, dtype),
     )
 
 
@@ -174,16 +176,36 @@ def _plain_values(code, zero, table, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _unpack4_zero(words, zero, dtype: tl.constexpr):
+    z0, z1, z2, z3 = zero
     if dtype == tl.bfloat16:
-        return _unpack4_minus(words, (-128.0 - zero.to(tl.float32)).to(dtype), None, dtype)
+        lows = (_minus_128(z0), _minus_128(z1), _minus_128(z2), _minus_128(z3))
     else:
-        low = (-1024.0 - zero.to(tl.float32)).to(dtype)
-        return _unpack4_minus(words, low, (-64.0 - zero.to(tl.float32)).to(dtype), dtype)
+        lows = (_minus_1024(z0), _minus_64(z1), _minus_1024(z2), _minus_64(z3))
+    return _unpack4_plus(words, lows, dtype)
 
 
 @triton.jit
-def _unpack4_minus(words, low, high, dtype: tl.constexpr):
-    """Turn codes into code + low + 128 or, of float16, code + low + 1024 and code + high + 64."""
+def _minus_128(zero):
+    """-128 - zero in bfloat16, where seven bits of mantissa are the zero."""
+    return (zero.to(tl.int16) | -0x3D00).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _minus_1024(zero):
+    """-1024 - zero in float16."""
+    return (zero.to(tl.int16) | -0x1C00).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _minus_64(zero):
+    """-64 - zero in float16."""
+    return ((zero.to(tl.int16) << 4) | -0x2C00).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _unpack4_plus(words, lows, dtype: tl.constexpr):
+    """Return 128 + code + low; of float16 in slots 0 and 2 1024, in 1 and 3 64 + code + low."""
+    l0, l1, l2, l3 = lows
     if dtype == tl.bfloat16:
         # whole numbers up to 256 are exact: (128 + code) - (128 + zero) is
         return tl.inline_asm_elementwise(
@@ -198,11 +220,11 @@ def _unpack4_minus(words, low, high, dtype: tl.constexpr):
             shr.u32 t, $4, 12;
             lop3.b32 $3, t, 0x000f000f, 0x43004300, 0xea;
             fma.rn.bf16x2 $0, $0, one, $5;
-            fma.rn.bf16x2 $1, $1, one, $5;
-            fma.rn.bf16x2 $2, $2, one, $5;
-            fma.rn.bf16x2 $3, $3, one, $5;
+            fma.rn.bf16x2 $1, $1, one, $6;
+            fma.rn.bf16x2 $2, $2, one, $7;
+            fma.rn.bf16x2 $3, $3, one, $8;
             }""",
-            "=&r,=&r,=&r,=&r,r,r", args=[words, low],
+            "=&r,=&r,=&r,=&r,r,r,r,r,r", args=[words, l0, l1, l2, l3],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
@@ -219,10 +241,10 @@ def _unpack4_minus(words, low, high, dtype: tl.constexpr):
             lop3.b32 $3, t, 0x00f000f0, 0x64006400, 0xea;
             add.rn.f16x2 $0, $0, $5;
             fma.rn.f16x2 $1, $1, sixteenth, $6;
-            add.rn.f16x2 $2, $2, $5;
-            fma.rn.f16x2 $3, $3, sixteenth, $6;
+            add.rn.f16x2 $2, $2, $7;
+            fma.rn.f16x2 $3, $3, sixteenth, $8;
             }""",
-            "=&r,=&r,=&r,=&r,r,r,r", args=[words, low, high],
+            "=&r,=&r,=&r,=&r,r,r,r,r,r", args=[words, l0, l1, l2, l3],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
 

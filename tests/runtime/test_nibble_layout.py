@@ -63,7 +63,8 @@ def check_values(layout, device, form, dtype):
         registers = table_registers(table, FORM, INTERPRETED)
         tile = tl.load(words + n * 16 + i)
         z = tl.load(zero + n)
-        a, b, c, d = unpack4(tile, z, registers, FORM, out.dtype.element_ty, INTERPRETED)
+        zeros = (z, z + 1, z + 2, z + 3)
+        a, b, c, d = unpack4(tile, zeros, registers, FORM, out.dtype.element_ty, INTERPRETED)
         out += n * 64 + i
         tl.store(out, a)
         tl.store(out + 16, b)
@@ -75,20 +76,21 @@ def check_values(layout, device, form, dtype):
         torch.arange(64) % 16,
         (torch.arange(64) // 4) % 16,
     )  # each code in each slot
-    zero = torch.arange(-128, 129, 16)[:16].to(torch.float64)
+    zero = torch.arange(0, 61, 4, dtype=torch.uint8)
+    of_slot = torch.arange(4).repeat_interleave(16)
     nf4 = torch.linspace(-1, 1.3, 16)
     half = torch.bfloat16 if dtype == torch.float32 else dtype
     expected = {
         "int": codes.double() - 8,
         "uint": codes.double(),
-        "zero": codes.double() - zero[:, None],
+        "zero": codes.double() - zero.double()[:, None] - of_slot,
         "e2m1": torch.tensor(E2M1).double()[codes.long()],
         "table": nf4.to(half).double()[codes.long()],
     }[form]
     out = torch.full((16, 64), float("nan"), dtype=dtype, device=device)
     kernel[(1,)](
         layout.pack_nibbles(codes, columns=16).to(device),
-        zero.to(device, dtype),
+        zero.to(device),
         layout.lookup_table(nf4, half).to(device),
         out,
         FORM=form,
