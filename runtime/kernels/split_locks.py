@@ -1,0 +1,80 @@
+"""Counters with which the programs of one output tile find out who is last.
+
+A program that has written its part of a sum adds one to the tile's counter; the one that finds all
+others done adds the parts up in their order and sets the counter back to zero. So counters are zero
+between launches, and no launch has to clear them. Two launches that may run at the same time must
+not share counters:
+
+* launches on one stream run one after the other, so each stream has its own;
+* graphs captured on one stream may be replayed on several, so each captured launch has its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["prepare", "split_locks"]
+
+_COUNTERS = 1 << 22  # 16 MiB on a device
+_A_STREAM = 1 << 14
+
+
+class _Arena:
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        self.used = 0
+        self.of_stream: dict[int, Tensor] = {}
+
+    def take(self, count: int) -> Tensor | None:
+        start, self.used = self.used, self.used + count
+        if self.used > _COUNTERS:
+            self.used = start
+            return None
+        return self.counters[start : start + count]
+
+    def for_stream(self, stream: int) -> Tensor:
+        if stream not in self.of_stream:
+            taken = self.take(_A_STREAM)
+            if taken is None:
+                # NOTE: cleared on the stream that uses it; in a capture it is cleared at replay
+                taken = torch.zeros(_A_STREAM, dtype=torch.int32, device=self.counters.device)
+            self.of_stream[stream] = taken
+        return self.of_stream[stream]
+
+
+_arenas: dict[torch.device, _Arena] = {}
+
+
+def prepare(device: torch.device) -> None:
+    """Make the counters of a device; outside of any capture, before the first `split_locks`."""
+    if device.type != "cuda":
+        return
+    device = torch.device(
+        "cuda", torch.cuda.current_device() if device.index is None else device.index
+    )
+    if device not in _arenas:
+        _arenas[device] = _Arena(device)
+        torch.cuda.synchronize(device)  # cleared before any other stream counts
+
+
+def split_locks(device: torch.device, count: int) -> Tensor:
+    """Return at least `count` int32 counters, zero, for one launch on the current stream.
+
+    Args:
+        device: With its index, as tensors have it.
+        count: At most 16384.
+    """
+    assert count <= _A_STREAM, f"{count} counters, at most {_A_STREAM}"
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    if device not in _arenas:
+        prepare(device)
+    arena = _arenas[device]
+    if torch.cuda.is_current_stream_capturing():
+        count += -count % 32  # a cache line of its own
+        taken = arena.take(count)
+        if taken is not None:
+            return taken
+        return torch.zeros(count, dtype=torch.int32, device=device)  # cleared at each replay
+    return arena.for_stream(torch.cuda.current_stream(device).cuda_stream)
