@@ -64,7 +64,9 @@ class GemmKernel(Protocol):
         """Return a module on `device`, of buffers only.
 
         Its forward(x, bias=None) maps [..., K] to [..., N]; weight_values(dtype) returns [N, K].
-        An attribute `differentiable` that is True says that autograd gets the gradient of x.
+        An attribute `differentiable` that is True says that autograd gets the gradient of x;
+        `layout` says for people how the weight lies in memory; kernels_for(tokens) returns the
+        names of the device functions that a call with so many tokens launches for the product.
 
         Args:
             weight: [N, K], on any device.
@@ -146,15 +148,28 @@ class TritonWeightOnly:
         """Pack on the device."""
         from quantload.runtime.kernels.weight_only_layout import pack as pack_weight_only
 
-        return _TritonLinear(pack_weight_only(weight.to(device), device=device), input)
+        return _TritonLinear(pack_weight_only(weight.to(device), device=device), input, dtype)
 
 
 class _TritonLinear(nn.Module):
-    def __init__(self, packed: PackedWeight, input: InputScheme | None) -> None:
+    def __init__(self, packed: PackedWeight, input: InputScheme | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.packed, self.input = packed, input
+        self.packed, self.input, self.dtype = packed, input, dtype
         for name, part in packed.tensors().items():
             self.register_buffer(name, part)
+
+    @property
+    def layout(self) -> str:
+        """How the weight lies in memory, for people."""
+        slices, _, columns = self.packed.codes.shape
+        kind = "bytes of two codes" if self.packed.nibbles else "codes"
+        return f"{slices} slices of {columns} {kind}"
+
+    def kernels_for(self, tokens: int) -> tuple[str, ...]:
+        """Return the names of the device functions that a product with so many tokens launches."""
+        from quantload.runtime.kernels.weight_only import kernels_for
+
+        return kernels_for(self.packed, tokens, self.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _TritonLinear:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ from quantload.quant.grid import Grid
 from quantload.quant.qtensor import QuantTensor
 from quantload.runtime.kernels.weight_only_layout import PackedWeight, pack
 
-__all__ = ["PackedWeight", "pack", "weight_only_linear", "why_not"]
+__all__ = ["PackedWeight", "kernels_for", "pack", "weight_only_linear", "why_not"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTERPRETED = bool(triton.knobs.runtime.interpret)  # what `triton.jit` saw when this file was read
@@ -213,6 +213,32 @@ def _splits(programs: int, steps: int, processors: int) -> tuple[int, int]:
     return -(-steps // each), each
 
 
+def kernels_for(packed: PackedWeight, tokens: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the names of the device functions that a call launches, as a profiler shows them.
+
+    Args:
+        packed: W.
+        tokens: M.
+        dtype: dtype of x.
+    """
+    if tokens == 0:
+        return ()
+    splits = _plan(tokens, packed.codes, dtype, packed.nibbles)[-2]
+    sums = (_sum_splits_kernel.__name__,) if splits > 1 else ()
+    return (_gemm_kernel.__name__, *sums)
+
+
+def _plan(
+    m: int, codes: Tensor, dtype: torch.dtype, nibbles: bool
+) -> tuple[tuple[int, int, int, int], tuple[int, int], int, int]:
+    """Return the tile, the grid of tiles, into how many parts K is cut, and steps of a part."""
+    steps, n, width = codes.shape
+    processors, shared = _card(codes.device)
+    tile = _tile(m, dtype, (2 if nibbles else 1) * width, shared)
+    tiles = (-(-m // tile[1]), -(-n // tile[0]))
+    return tile, tiles, *_splits(tiles[0] * tiles[1], steps, processors)
+
+
 @torch.library.custom_op("quantload::weight_only_gemm", mutates_args=())
 def _gemm(
     x: Tensor,
@@ -251,16 +277,12 @@ def _launch(
     block_rows, slices_per_group, code_bias, nibbles,
 ) -> None:  # fmt: skip
     (m, k), (steps, n, width), (groups, blocks) = x.shape, codes.shape, scale.shape
-    processors, shared = _card(x.device)
-    per_byte = 2 if nibbles else 1
-    bn, bm, warps, stages = _tile(m, x.dtype, per_byte * width, shared)
-    tiles = (-(-m // bm), -(-n // bn))
-    splits, each = _splits(tiles[0] * tiles[1], steps, processors)
+    (bn, bm, warps, stages), tiles, splits, each = _plan(m, codes, x.dtype, nibbles)
     target = out if splits == 1 else out.new_empty((splits, m, n), dtype=torch.float32)
     _gemm_kernel[(*tiles, splits)](
         x, codes, scale, zero, offset, outer, columns, table, bias, target,
         m, n, k, groups, blocks, x.stride(0), steps, each, slices_per_group, block_rows,
-        BN=bn, BM=bm, C=width, PER_BYTE=per_byte,
+        BN=bn, BM=bm, C=width, PER_BYTE=2 if nibbles else 1,
         BIAS=code_bias, PER_GROUP=groups > 1, SPLIT=splits > 1,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
