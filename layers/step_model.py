@@ -29,6 +29,11 @@ from quantload.errors import ConfigError, ModelError
 from quantload.runtime.step_model import CacheScales, StepCache
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # the first that a model takes
+# Models that build what they need from more than the cache, positions and a mask of what is there.
+_OTHER_WAYS = ("cpmant", "hrm_text", "recurrent_gemma", "xlm")
+# Layers that choose or pool keys: in transformers they see padding, and indexed ones over a static
+# cache see places that are not filled yet.
+_SEE_PADDING = ("indexed", "compressed", "sparse")
 _HOST_ROPES = ("dynamic", "longrope")  # frequencies chosen on the host by the longest position
 
 
@@ -113,6 +118,8 @@ def _static_cache(config: Any, length: int) -> StaticCache:  # noqa: ANN401 - an
 
 def why_not_static(model: PreTrainedModel) -> str:
     """Say why a model has no cache of fixed size; "" if it has one."""
+    if kind := _sees_padding(model):
+        return f"its `{kind}` layers look at places of a static cache that are not filled"
     try:
         cache = _static_cache(model.config, 32)
     except (KeyError, TypeError, AttributeError) as error:
@@ -121,7 +128,18 @@ def why_not_static(model: PreTrainedModel) -> str:
     if moving:
         return f"transformers' cache layer `{moving[0]}` has no fixed size"
     window = [type(layer).__name__ for layer in cache.layers if _has_window(layer)]
-    return f"its cache layer `{window[0]}` changes its code as it fills" if window else ""
+    if window:
+        return f"its cache layer `{window[0]}` changes its code as it fills"
+    own_biases = hasattr(model.base_model, "build_alibi_tensor")  # as wide as the mask
+    if own_biases or not (all(cache.is_linear) or model._can_compile_fullgraph):
+        return f"transformers does not run `{type(model).__name__}` with a static cache"
+    return ""
+
+
+def _sees_padding(model: PreTrainedModel) -> str:
+    """Return a kind of layers to which padding shows; "" if there are none."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return next((kind for kind in kinds if any(part in kind for part in _SEE_PADDING)), "")
 
 
 def _has_window(layer: object) -> bool:
@@ -137,6 +155,8 @@ def why_not_decodable(model: nn.Module) -> str:
     accepted = inspect.signature(model.forward).parameters
     if not any(name in accepted for name in _CACHE_NAMES):
         return f"the forward of `{type(model).__name__}` takes no cache"
+    if model.config.model_type in _OTHER_WAYS:
+        return f"`{type(model).__name__}` takes other arguments than tokens, positions and a mask"
     has_usual_cache = getattr(type(model), "_supports_default_dynamic_cache", None)
     if has_usual_cache is None or not has_usual_cache():
         return f"`{type(model).__name__}` has a cache of its own"
@@ -195,10 +215,20 @@ class TransformersStepModel:
         return TransformersCache(self.model, batch, length)
 
     def prefill(self, ids: Tensor, lengths: Tensor, cache: StepCache) -> Tensor:
-        """See `StepModel`."""
+        """See `StepModel`.
+
+        Raises:
+            ModelError: Prompts are not of one length, and padding would show.
+        """
         held = _own(cache)
         longest = ids.shape[1]
         shift = longest - lengths
+        if (kind := _sees_padding(self.model)) and bool(shift.any()):
+            raise ModelError(
+                f"prompts of {sorted(set(lengths.tolist()))} tokens in one batch: the `{kind}` "
+                f"layers of `{type(self.model).__name__}` see padding",
+                hint="run prompts of unequal lengths one by one",
+            )
         place = torch.arange(longest, device=ids.device) - shift[:, None]
         moved = ids.gather(1, place.clamp(min=0))
         held.shift.copy_(shift)

@@ -194,8 +194,8 @@ class Decoder:
     def _padded(
         self, prompts: Sequence[Sequence[int]], rows: int, pad_id: int
     ) -> tuple[Tensor, Tensor]:
-        """Return ids [rows, T] padded on the right and lengths [rows]; a row too many has one."""
-        filled = [*prompts, *([[pad_id]] * (rows - len(prompts)))]
+        """Return ids [rows, T] padded on the right, and lengths [rows]; the first row fills up."""
+        filled = [*prompts, *([prompts[0]] * (rows - len(prompts)))]
         longest = max(len(prompt) for prompt in filled)
         ids = torch.tensor([[*p, *([pad_id] * (longest - len(p)))] for p in filled])
         lengths = torch.tensor([len(prompt) for prompt in filled])

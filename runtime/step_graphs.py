@@ -94,14 +94,14 @@ class Slot:
         """Capture a step, or say in `why_eager` why that failed."""
         try:
             self._trial_prompt()
-            stream = torch.cuda.Stream(self.model.device)
+            stream = torch.cuda.Stream(self.model.device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(self.model.device))
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UP):
                     self._run()
             torch.cuda.current_stream(self.model.device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
                 self._run()
         except RuntimeError as error:  # an operation that cannot be captured
             self.why_eager = f"the step cannot be captured: {str(error).splitlines()[0]}"
