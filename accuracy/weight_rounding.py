@@ -4,33 +4,38 @@ One group whose nibbles are swapped moves the relative error of a large weight b
 but its own values by many steps. What is too much depends on how a weight was made, which a
 checkpoint does not say, so that its layers are judged by each other:
 
-    rounded to nearest   three of four layers of one kind are within 3/4 of a step everywhere: each
-                         has to be, up to 1.05 (a sum or a product that is rounded too)
+    rounded to nearest   three of four layers of one encoding are: each has to be
     otherwise            the noise of the worst block (the columns of a row that share a scale) may
-                         be 48 times that of rounding, and 6 times the median of layers of its kind
+                         be 64 times that of rounding, that of most rows 6 times; and both 4 times
+                         what is usual for this projection of the model's layers
+    fewer than 4 layers  nothing is usual; a weight with much noise in a tenth of its rows counts as
+                         rescaled before it was quantized (AWQ, SmoothQuant), and passes
 
-Measured on the checkpoints of 18 tools: rounding to nearest leaves 0.55 steps (0.98 where powers of
-two clip) and blocks of 4.1; GPTQ and AutoRound up to 6.4 steps and blocks of 36. Columns that were
-rescaled (AWQ, SmoothQuant) differ in all layers, with blocks of 20 to 200. Swapped nibbles of 4-bit
-codes give blocks of 100 to 300.
+Measured on the checkpoints of 18 tools: rounding to nearest leaves up to 0.56 steps where products
+are rounded in another order than ours, and 1 where bfloat16 cannot hold code * scale; GPTQ and
+AutoRound leave blocks of up to 36 times the noise of rounding, AWQ up to 198. Swapped nibbles of
+4-bit codes give blocks of 60 to 300, rows in another order thousands.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from quantload.quant.measure import measure
+from quantload.quant.measure import Measured, measure
 from quantload.quant.qtensor import QuantTensor
 
 _ROWS_AT_ONCE = 1 << 22  # elements that are measured at a time
-_NEAREST, _NEAREST_LIMIT = 0.75, 1.05
-_NEAREST_SHARE, _FEWEST_LAYERS = 0.75, 4
-_BLOCK_LIMIT, _BLOCKS_OF_OTHERS = 48.0, 6.0
+_FEWEST_LAYERS = 4  # that say what is usual
+_NEAREST_SHARE = 0.75
+_NEAREST_STEPS, _LIMIT_STEPS = 0.75, 1.05
+_BLOCK_LIMIT, _ROW_LIMIT, _TIMES_USUAL = 64.0, 6.0, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +43,16 @@ class Rounding:
     """Errors of a quantized weight in units of its steps.
 
     Args:
+        beyond: Elements that are further off than rounding to nearest explains.
         max_steps: Largest error in steps between neighbouring codes.
         block_excess: Largest noise of a row's part that shares a scale, in units of its rounding.
+        row_excess: Noise in units of its rounding that nine of ten rows stay below.
     """
 
+    beyond: int
     max_steps: float
     block_excess: float
+    row_excess: float
 
 
 def rounding_of(candidate: QuantTensor, values: Tensor, reference: Tensor) -> Rounding | None:
@@ -56,64 +65,93 @@ def rounding_of(candidate: QuantTensor, values: Tensor, reference: Tensor) -> Ro
     """
     height = candidate.block[0]
     step = max(1, _ROWS_AT_ONCE // max(candidate.shape[1], 1) // height) * height
-    worst = Rounding(max_steps=0.0, block_excess=0.0)
+    parts: list[Measured] = []
     for start in range(0, candidate.shape[0], step):
         stop = min(start + step, candidate.shape[0])
         found = measure(
-            candidate.rows(start, stop), values[start:stop], reference[start:stop], nearest=False
+            candidate.rows(start, stop), values[start:stop], reference[start:stop], nearest=True
         )
         if found is None:
             return None
-        worst = Rounding(
-            max_steps=max(worst.max_steps, found.max_steps),
-            block_excess=max(worst.block_excess, found.block_excess),
-        )
-    return worst
+        parts.append(found)
+    noise, rounding = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("noise", "rounding")
+    )
+    return Rounding(
+        beyond=sum(int(part.beyond.sum()) for part in parts),
+        max_steps=max(part.max_steps for part in parts),
+        block_excess=max(part.block_excess for part in parts),
+        row_excess=float((noise / rounding.clamp(min=sys.float_info.min)).quantile(0.9)),
+    )
 
 
 def standing_out(layers: Mapping[str, tuple[str, Rounding | None]]) -> dict[str, str]:
     """Say which layers are damaged, and in what they stand out.
 
     Args:
-        layers: Kind and rounding of each layer; layers of one kind are judged by each other.
+        layers: Encoding and rounding of each layer by module; layers of one encoding are judged by
+            each other.
     """
-    kinds: dict[str, dict[str, Rounding]] = defaultdict(dict)
-    for name, (kind, rounding) in layers.items():
+    encodings: dict[str, dict[str, Rounding]] = defaultdict(dict)
+    for module, (encoding, rounding) in layers.items():
         if rounding is not None:
-            kinds[kind][name] = rounding
+            encodings[encoding][module] = rounding
     found: dict[str, str] = {}
-    for alike in kinds.values():
-        found |= _beyond_nearest(alike) if _are_nearest(alike) else _noisy(alike)
-    return found
+    for alike in encodings.values():
+        if _are_nearest(alike):
+            found |= {name: _beyond_nearest(rounding) for name, rounding in alike.items()}
+            continue
+        for of_projection in _by_projection(alike):
+            found |= _noisy(of_projection)
+    return {name: why for name, why in found.items() if why}
 
 
 def _are_nearest(alike: Mapping[str, Rounding]) -> bool:
-    near = sum(rounding.max_steps <= _NEAREST for rounding in alike.values())
+    near = sum(not r.beyond or r.max_steps <= _NEAREST_STEPS for r in alike.values())
     return len(alike) >= _FEWEST_LAYERS and near >= _NEAREST_SHARE * len(alike)
 
 
-def _beyond_nearest(alike: Mapping[str, Rounding]) -> dict[str, str]:
-    return {
-        name: (
-            f"off by up to {rounding.max_steps:.2f} steps, where other layers are rounded to "
-            "nearest"
-        )
-        for name, rounding in alike.items()
-        if rounding.max_steps > _NEAREST_LIMIT
-    }
+def _beyond_nearest(rounding: Rounding) -> str:
+    if not rounding.beyond or rounding.max_steps <= _LIMIT_STEPS:
+        return ""
+    return (
+        f"{rounding.beyond} values are not rounded to nearest, as other layers are: off by up to "
+        f"{rounding.max_steps:.2f} steps"
+    )
+
+
+def _by_projection(alike: Mapping[str, Rounding]) -> list[dict[str, Rounding]]:
+    projections: dict[str, dict[str, Rounding]] = defaultdict(dict)
+    for module, rounding in alike.items():
+        projections[module.rpartition(".")[2]][module] = rounding
+    return list(projections.values())
 
 
 def _noisy(alike: Mapping[str, Rounding]) -> dict[str, str]:
-    usual = statistics.median(rounding.block_excess for rounding in alike.values())
-    limit = max(_BLOCK_LIMIT, _BLOCKS_OF_OTHERS * usual)
-    return {
-        name: (
-            f"noise of a block is {rounding.block_excess:.0f} times that of rounding, limit "
-            f"{limit:.0f}"
+    is_known = len(alike) >= _FEWEST_LAYERS
+    block_limit, row_limit = _BLOCK_LIMIT, _ROW_LIMIT
+    if is_known:
+        block_limit = max(
+            block_limit, _TIMES_USUAL * _median(r.block_excess for r in alike.values())
         )
-        for name, rounding in alike.items()
-        if rounding.block_excess > limit
-    }
+        row_limit = max(row_limit, _TIMES_USUAL * _median(r.row_excess for r in alike.values()))
+    found = {}
+    for name, rounding in alike.items():
+        if not is_known and rounding.row_excess > row_limit:
+            continue
+        if rounding.block_excess > block_limit:
+            found[name] = _too_much("a block", rounding.block_excess, block_limit)
+        elif rounding.row_excess > row_limit:
+            found[name] = _too_much("many rows", rounding.row_excess, row_limit)
+    return found
+
+
+def _median(numbers: Iterable[float]) -> float:
+    return statistics.median(numbers)
+
+
+def _too_much(what: str, excess: float, limit: float) -> str:
+    return f"noise of {what} is {excess:.0f} times that of rounding, limit {limit:.0f}"
 
 
 __all__ = ["Rounding", "rounding_of", "standing_out"]

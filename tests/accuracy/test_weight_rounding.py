@@ -83,19 +83,36 @@ def test_zero_points_off_by_one():
     assert list(found) == ["1"]
 
 
+def rounding(*, beyond=9, max_steps=5.0, block_excess=2.0, row_excess=1.0):
+    return Rounding(
+        beyond=beyond, max_steps=max_steps, block_excess=block_excess, row_excess=row_excess
+    )
+
+
+def of_one_kind(*layers):
+    return {f"{number}.q": ("W4A16", layer) for number, layer in enumerate(layers)}
+
+
 def test_layers_that_all_clip_are_alike():
     """GPTQ and AWQ leave more than half a step: nothing stands out if all layers do."""
-    usual = {str(n): ("W4A16", Rounding(max_steps=5.0, block_excess=80.0 + n)) for n in range(6)}
-    assert standing_out(usual) == {}
-    worse = usual | {"9": ("W4A16", Rounding(max_steps=14.0, block_excess=700.0))}
-    assert list(standing_out(worse)) == ["9"]
-    few = {"0": ("W4A16", Rounding(max_steps=4.0, block_excess=30.0))}
-    assert standing_out(few) == {}
+    usual = [rounding(block_excess=80.0 + number, row_excess=9.0) for number in range(6)]
+    assert standing_out(of_one_kind(*usual)) == {}
+    for worse in (rounding(block_excess=700.0), rounding(row_excess=50.0)):
+        assert list(standing_out(of_one_kind(*usual, worse))) == ["6.q"]
 
 
-def test_few_layers_rounded_to_nearest_are_not_judged_by_each_other():
-    rows = {str(n): ("W4A16", Rounding(max_steps=0.5, block_excess=2.0)) for n in range(2)}
-    assert standing_out(rows | {"2": ("W4A16", Rounding(max_steps=4.0, block_excess=9.0))}) == {}
+def test_few_layers_say_nothing_of_what_is_usual():
+    rescaled = rounding(block_excess=700.0, row_excess=9.0)
+    assert standing_out(of_one_kind(rounding(), rescaled)) == {}
+    assert list(standing_out(of_one_kind(rounding(), rounding(block_excess=700.0)))) == ["1.q"]
+
+
+def test_rounding_to_nearest_is_asked_of_a_layer_if_most_others_are():
+    near = rounding(beyond=0, max_steps=0.5)
+    other_order = rounding(beyond=3, max_steps=0.56)
+    assert standing_out(of_one_kind(near, near, near, other_order)) == {}
+    assert standing_out(of_one_kind(near, near, rounding(block_excess=9.0))) == {}
+    assert list(standing_out(of_one_kind(near, near, near, rounding()))) == ["3.q"]
 
 
 def test_grids_without_steps_are_left_out():
