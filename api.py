@@ -19,7 +19,8 @@ from quantload.accuracy.compare import (
 from quantload.accuracy.compare_weights import compare_weights
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.accuracy.verify_output import verify_output
-from quantload.api_load import explain, load, load_model, model_shares, parse_device
+from quantload.api_explain import explain
+from quantload.api_load import load, load_model, model_shares, parse_device
 from quantload.api_plan import facts_of, inspect, plan
 from quantload.loader.convert import run_plan
 from quantload.loader.gguf_tokenizer import write_tokenizer

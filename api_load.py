@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from quantload.layers.model_shares import ModuleShare
     from quantload.layers.preparation import PreparedModel
-    from quantload.layers.surgery import LinearReport
 
 
 def parse_device(device: str | torch.device | None) -> torch.device:
@@ -242,11 +241,4 @@ def model_shares(
     return found
 
 
-def explain(model: PreTrainedModel) -> list[LinearReport]:
-    """Return how each linear layer of a loaded model runs: scheme, kernel, stack it is part of."""
-    from quantload.layers.surgery import explain as explain_layers
-
-    return explain_layers(model)
-
-
-__all__ = ["explain", "inspect", "load", "load_model", "parse_device"]
+__all__ = ["inspect", "load", "load_model", "parse_device"]

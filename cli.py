@@ -15,6 +15,7 @@ import click
 from quantload import __version__
 from quantload.cli_convert import convert
 from quantload.cli_doctor import doctor
+from quantload.cli_explain import explain
 from quantload.cli_options import (
     CHECK_TP,
     EVERY,
@@ -55,6 +56,7 @@ def main() -> None:
 
 main.add_command(convert)
 main.add_command(doctor)
+main.add_command(explain)
 main.add_command(stats)
 
 

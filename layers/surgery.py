@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from quantload.errors import ModelError, listed
 from quantload.layers.checkpoint_names import mapper_of
 from quantload.layers.experts_surgery import explain_experts, replace_experts
 from quantload.layers.guard import guard
+from quantload.layers.kernel_facts import Call, call_of, layout_of, weight_bytes
 from quantload.layers.layer_builder import LayerBuilder, Sharing
 from quantload.layers.linear import QuantLinear
 from quantload.layers.meta_model import (
@@ -49,6 +50,10 @@ class LinearReport:
         fused_into: Path of the stack that computes it, "" if it runs on its own.
         note: What differs from the scheme or from fusion, "" if nothing does.
         experts: How many experts of a block run so; 0 for a layer of its own.
+        shape: (N, K) of the product that computes it, of the whole stack; () of experts.
+        layout: How the weight of that product lies in memory, "" if its kernel does not say.
+        weight_bytes: Bytes of that weight on its device, scales included; 0 of experts.
+        calls: What calls launch and may take, for numbers of tokens that were asked for.
     """
 
     module: str
@@ -58,6 +63,10 @@ class LinearReport:
     fused_into: str = ""
     note: str = ""
     experts: int = 0
+    shape: tuple[int, ...] = ()
+    layout: str = ""
+    weight_bytes: int = 0
+    calls: tuple[Call, ...] = ()
 
 
 def replace_linears(
@@ -200,8 +209,13 @@ def _log_notes(model: nn.Module) -> None:
         _log.warning("%d layers: %s (%s)", len(modules), note, listed(modules, limit=2))
 
 
-def explain(model: nn.Module) -> list[LinearReport]:
-    """Return how each linear layer of a loaded model runs, in the order of the model."""
+def explain(model: nn.Module, tokens: Sequence[int] = ()) -> list[LinearReport]:
+    """Return how each linear layer of a loaded model runs, in the order of the model.
+
+    Args:
+        model: A loaded model.
+        tokens: Numbers of tokens of which the reports tell calls.
+    """
     reports: list[LinearReport] = []
     block = None  # experts, whose layers are told together
     viewed = {id(vars(m)["stack"]) for m in model.modules() if isinstance(m, StackView)}
@@ -216,17 +230,37 @@ def explain(model: nn.Module) -> list[LinearReport]:
             stack: LinearStack = module.__dict__["stack"]
             fused = "" if stack.separate is not None else stack.prefix
             note = f"not fused: {stack.why_separate}" if stack.why_separate else stack.kernel.note
-            reports.append(_report(path, stack, fused_into=fused, note=note))
+            slot = None if stack.separate is None else module.slot
+            reports.append(_report(path, stack, tokens, slot=slot, fused_into=fused, note=note))
         elif isinstance(module, QuantLinear) and id(module) not in viewed:
             why = module.why_separate if isinstance(module, LinearStack) else ""
             note = f"not fused: {why}" if why else module.kernel.note
-            reports.append(_report(path, module, note=note))
+            reports.append(_report(path, module, tokens, note=note))
         elif isinstance(module, nn.Linear):
-            reports.append(LinearReport(module=path, scheme="dense", kernel="dense"))
+            shape = (module.out_features, module.in_features)
+            size = module.weight.nbytes
+            reports.append(
+                LinearReport(
+                    module=path, scheme="dense", kernel="dense", shape=shape, weight_bytes=size
+                )
+            )
     return reports
 
 
-def _report(path: str, layer: QuantLinear, *, note: str, fused_into: str = "") -> LinearReport:
+def _report(
+    path: str,
+    layer: QuantLinear,
+    tokens: Sequence[int],
+    *,
+    note: str,
+    fused_into: str = "",
+    slot: int | None = None,
+) -> LinearReport:
+    """Report on a layer, or on one member of a stack whose members run one by one."""
+    gemm, n = layer.gemm, layer.out_features
+    if slot is not None and isinstance(layer, LinearStack) and layer.separate is not None:
+        gemm, n = layer.separate[slot], layer.sizes[slot]
+    shape = (n, layer.in_features)
     return LinearReport(
         module=path,
         scheme=str(layer.scheme),
@@ -234,6 +268,10 @@ def _report(path: str, layer: QuantLinear, *, note: str, fused_into: str = "") -
         refused=layer.kernel.refused,
         fused_into=fused_into,
         note=note,
+        shape=shape,
+        layout=layout_of(gemm),
+        weight_bytes=weight_bytes(gemm),
+        calls=tuple(call_of(gemm, shape, layer.scheme.input, m) for m in tokens),
     )
 
 

@@ -32,10 +32,10 @@ MAY_IMPORT = {
 }
 COMMAND_LINE = {  # one part, in several files
     *("cli", "cli_options", "cli_convert", "cli_plan", "cli_output", "cli_inspect", "cli_compare"),
-    *("cli_doctor", "cli_model", "cli_stats"),
+    *("cli_doctor", "cli_explain", "cli_model", "cli_stats"),
 }
 # what users call, in several files
-PUBLIC = {"api", "api_load", "api_plan", "api_stats", "written_models"}
+PUBLIC = {"api", "api_explain", "api_load", "api_plan", "api_stats", "written_models"}
 TRANSFORMERS = (
     "layers/attention.py",
     "layers/attention_proof.py",
@@ -105,6 +105,10 @@ OPTIONS = {
     },
     "doctor": {
         *("output", "--engine", "--tp", "--device", "--all", "--trust-remote-code", "--json"),
+    },
+    "explain": {
+        *("model", "--tokens", "--device", "--dtype", "--scheme", "--rule"),
+        *("--trust-remote-code", "--all", "--json", "--quiet"),
     },
     "formats": set(),
     "generate": {
