@@ -23,6 +23,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra import libdevice
 
+from quantload.runtime.kernels.dependent_launch import (
+    ahead_of,
+    fetch_ahead,
+    launches_early,
+    let_next_start,
+    wait_for_previous,
+)
+
 __all__ = ["ACTIVATIONS", "glu", "is_exact"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -32,17 +40,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 _BLOCK = 1024
+_WARPS = 4
 _TRIED_AT_ONCE = 1 << 22
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
-def glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def glu(gate: Tensor, up: Tensor, activation: str, *, ahead: Tensor | None = None) -> Tensor:
     """Return act(gate) * up.
 
     Args:
         gate: [..., I] bfloat16, float16 or float32; rows may be parts of wider ones.
         up: The same shape and dtype.
         activation: A name in `ACTIVATIONS`.
+        ahead: Weight of the next product, fetched into the cache meanwhile.
 
     Returns:
         [..., I], contiguous.
@@ -52,25 +62,38 @@ def glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     width = gate.shape[-1]
     gate, up = (x.reshape(-1, width) for x in (gate, up))  # slices of one product stay views
     gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
-    tokens = gate.shape[0]
+    tokens, early = gate.shape[0], launches_early(gate.device)
+    next_up = ahead_of(ahead, gate.device, _WARPS)
+    blocks = triton.cdiv(width, _BLOCK)
+    more = triton.cdiv(next_up.programs, blocks) if next_up else 0
     with torch.cuda.device_of(gate):
         if out.numel():
             # tokens along the axis of the grid that may be long
-            _glu_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-                gate, up, out, width, gate.stride(0), up.stride(0),
-                ACT=activation, BLOCK=_BLOCK, INTERPRETED=_INTERPRETED,
+            _glu_kernel[(tokens + more, blocks)](
+                gate, up, out, next_up.start if next_up else gate,
+                next_up.pieces if next_up else 0, tokens, width, gate.stride(0), up.stride(0),
+                ACT=activation, BLOCK=_BLOCK, INTERPRETED=_INTERPRETED, AHEAD=next_up is not None,
+                EARLY=early, WARPS=_WARPS, num_warps=_WARPS,
+                **({"launch_pdl": True} if early else {}),
             )  # fmt: skip
     return out
 
 
 @triton.jit
 def _glu_kernel(
-    gate, up, out, width, gate_stride, up_stride,
+    gate, up, out, ahead, pieces, tokens, width, gate_stride, up_stride,
     ACT: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
+    inside = (columns < width) & (row < tokens)
+    let_next_start(EARLY)
+    if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
+        if row >= tokens:
+            index = (row - tokens).to(tl.int32) * tl.num_programs(1) + tl.program_id(1)
+            fetch_ahead(ahead, pieces, index, WARPS)
+    wait_for_previous(EARLY)
     stored = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
     x = stored.to(tl.float32)
     if ACT == "silu":
