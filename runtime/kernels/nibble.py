@@ -1,0 +1,260 @@
+"""GEMM with weights of nibbles: y = x @ W^T + bias, by the number of tokens one of three kernels.
+
+    "decode"   few tokens: plain loads, any card, any shape; see `nibble_decode`
+    "mid"      more tokens on sm_90: tiles by the copy engine; see `nibble_mid`
+    "dense"    many tokens: the weight is dequantized into scratch memory, and cuBLAS multiplies
+
+Which one, and its tiles, comes from measured launch settings, else from `Plan.by_rule`.
+
+Error: values of codes are exact in x's dtype, sums are float32. Scales meet sums; where they meet
+values ("dense", and plans that say so) each product is rounded to x's dtype, as a dequantized
+weight is. Letters: M tokens, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from quantload.errors import ShapeError
+from quantload.runtime.kernels.dependent_launch import launches_early
+from quantload.runtime.kernels.nibble_decode import decode_kernel
+from quantload.runtime.kernels.nibble_dense import dense_kernel, gather_kernel
+from quantload.runtime.kernels.nibble_layout import INTERPRETED
+from quantload.runtime.kernels.nibble_mid import mid_kernel
+from quantload.runtime.kernels.nibble_plan import Plan, plan_for
+from quantload.runtime.kernels.nibble_weight import NibbleWeight
+from quantload.runtime.kernels.split_locks import split_locks
+
+__all__ = ["kernels_for", "nibble_linear", "run"]
+
+_DENSE_ELEMENTS = 1 << 27  # of a dequantized part: 256 MiB
+_OF_FORM = ("int", "uint", "zero", "e2m1", "table")
+
+
+def nibble_linear(x: Tensor, weight: NibbleWeight, bias: Tensor | None = None) -> Tensor:
+    """Return x @ W^T + bias.
+
+    Args:
+        x: [..., K] of the weight's dtype (in the interpreter also float32).
+        weight: W, on x's device.
+        bias: [N] float, or None.
+
+    Returns:
+        [..., N] in x's dtype.
+
+    Raises:
+        ShapeError: x is not K wide.
+    """
+    if x.shape[-1] != weight.features:
+        raise ShapeError(
+            f"input has `{x.shape[-1]}` features, the weight expects `{weight.features}`"
+        )
+    y: Tensor = _gemm(
+        x.reshape(-1, weight.features),
+        weight.words,
+        weight.scale,
+        weight.zero,
+        weight.offset,
+        weight.outer,
+        weight.columns,
+        weight.table,
+        bias,
+        weight.form,
+        weight.group,
+    )
+    return y.reshape(*x.shape[:-1], weight.rows)
+
+
+@torch.library.custom_op("quantload::nibble_gemm", mutates_args=())
+def _gemm(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    outer: Tensor | None,
+    columns: Tensor | None,
+    table: Tensor | None,
+    bias: Tensor | None,
+    form: str,
+    group: int,
+) -> Tensor:
+    """Multiply x [M, K] with the parts of a `NibbleWeight`; returns [M, N] in x's dtype."""
+    weight = NibbleWeight(
+        words, scale, zero, offset, outer, columns, table, form, x.shape[1], group, x.dtype
+    )
+    if x.shape[0] == 0:
+        return x.new_empty(0, weight.rows)
+    return run(x, weight, bias, plan_for(weight, x.shape[0], x.device))
+
+
+@_gemm.register_fake
+def _(x: Tensor, words: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape[0], words.shape[1])
+
+
+def kernels_for(weight: NibbleWeight, tokens: int) -> tuple[str, ...]:
+    """Return the names of the device functions that a product with `tokens` tokens launches."""
+    plan = plan_for(weight, tokens, weight.words.device)
+    names = ("gather_kernel",) if weight.columns is not None else ()
+    if plan.path == "dense":
+        return (*names, "dense_kernel", "cuBLAS")
+    return (*names, f"{plan.path}_kernel")
+
+
+def run(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) -> Tensor:
+    """Multiply as `plan` says; x is [M, K], M at least 1."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    with torch.cuda.device_of(x):
+        if weight.columns is not None:
+            x = _in_packed_order(x, weight.columns)
+        if INTERPRETED and x.dtype == torch.bfloat16:
+            # NOTE: the interpreter holds bfloat16 as raw integers, and would multiply those
+            return _launch(x.float(), weight, bias, plan).to(x.dtype)
+        return _launch(x, weight, bias, plan)
+
+
+def _in_packed_order(x: Tensor, columns: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], columns.shape[0])
+    gather_kernel[(x.shape[0], triton.cdiv(out.shape[1], 1024))](
+        x, columns, out, out.shape[1], x.stride(0), BLOCK=1024
+    )
+    return out
+
+
+def _launch(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) -> Tensor:
+    if plan.path == "dense":
+        return _dense(x, weight, bias)
+    out = x.new_empty(x.shape[0], weight.rows)
+    if plan.path == "mid" and _is_aligned(x):
+        _mid(x, weight, bias, plan, out)
+    else:
+        _decode(x, weight, bias, plan, out)
+    return out
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """True if the copy engine can read x."""
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def _form(weight: NibbleWeight) -> dict[str, Any]:
+    """What kernels are specialised for by a weight."""
+    columns = weight.words.shape[2]
+    kind = "none"
+    if weight.scale is not None:
+        one_byte = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
+        kind = one_byte.get(weight.scale.dtype, "float")
+    slices = 4 if weight.group >= weight.features else min(weight.group // columns, 4)
+    return {"C": columns, "FORM": weight.form, "KIND": kind, "GROUP_SLICES": slices}
+
+
+def _blocks_per_group(weight: NibbleWeight) -> int:
+    blocks, _, columns = weight.words.shape
+    return blocks if weight.group >= weight.features else max(weight.group // (4 * columns), 1)
+
+
+def _scale(weight: NibbleWeight) -> Tensor | None:
+    if weight.scale is not None and weight.scale.dtype == torch.float8_e4m3fn:
+        return weight.scale.view(torch.uint8)  # sm_80 has no FP8
+    return weight.scale
+
+
+def _scratch(x: Tensor, plan: Plan, tiles: int) -> tuple[Tensor | None, Tensor | None]:
+    """Room for the sums of parts of K, and counters."""
+    if plan.splits == 1:
+        return None, None
+    sums = x.new_empty(tiles * plan.splits * plan.rows * plan.tokens, dtype=torch.float32)
+    return sums, split_locks(x.device, tiles)
+
+
+def _decode(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor) -> None:
+    m, n = out.shape
+    blocks, _, columns = weight.words.shape
+    tiles = triton.cdiv(n, plan.rows) * triton.cdiv(m, plan.tokens)
+    early = plan.early and launches_early(x.device)
+    words: Any = weight.words
+    if plan.tma:
+        words = _described(weight.words.view(-1, columns), [plan.rows, columns])
+    decode_kernel[(tiles, plan.splits)](
+        x, words, _scale(weight), weight.zero, weight.offset, weight.outer, weight.table, bias, out,
+        *_scratch(x, plan, tiles),
+        m, n, x.shape[1], blocks, x.stride(0), plan.splits, _blocks_per_group(weight),
+        BN=plan.rows, BM=plan.tokens, **_form(weight), AFTER=plan.after,
+        SPLIT=plan.splits > 1, TMA=plan.tma, EVEN_K=x.shape[1] == blocks * 4 * columns,
+        TILES=plan.swizzle, EARLY=early, PREFETCH=plan.prefetch if early and not plan.tma else 0,
+        STAGES=plan.stages, INTERPRETED=INTERPRETED.value,
+        num_warps=plan.warps, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+
+
+def _mid(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor) -> None:
+    m, n = out.shape
+    blocks, _, columns = weight.words.shape
+    tiles = triton.cdiv(n, plan.rows) * triton.cdiv(m, plan.tokens)
+    early = plan.early and launches_early(x.device)
+    step = min(plan.step, columns)
+    mid_kernel[(tiles, plan.splits)](
+        _described(x, [plan.tokens, step]),
+        _described(weight.words.view(-1, columns), [plan.rows, step]),
+        _scale(weight), weight.zero, weight.outer, weight.table, bias, out,
+        *_scratch(x, plan, tiles),
+        m, n, blocks, plan.splits, _blocks_per_group(weight),
+        BN=plan.rows, BM=plan.tokens, STEP=step, **_form(weight), AFTER=plan.after,
+        SPLIT=plan.splits > 1, TILES=plan.swizzle, EARLY=early, STAGES=plan.stages,
+        num_warps=plan.warps, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+
+
+def _described(tensor: Tensor, tile: list[int]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), tile)
+
+
+def _dense(x: Tensor, weight: NibbleWeight, bias: Tensor | None) -> Tensor:
+    bias = None if bias is None else bias.to(x.dtype)
+    step = max(_DENSE_ELEMENTS // x.shape[1], 256) // 256 * 256
+    if step >= weight.rows:
+        return torch.nn.functional.linear(x, dense_rows(weight, 0, weight.rows, x), bias)
+    out = x.new_empty(x.shape[0], weight.rows)
+    for start in range(0, weight.rows, step):
+        stop = min(start + step, weight.rows)
+        part = dense_rows(weight, start, stop, x)
+        of_part = None if bias is None else bias[start:stop]
+        out[:, start:stop] = torch.nn.functional.linear(x, part, of_part)
+    return out
+
+
+def dense_rows(weight: NibbleWeight, start: int, stop: int, like: Tensor) -> Tensor:
+    """Return rows start .. stop of W [stop - start, K], columns in packed order.
+
+    Args:
+        weight: W.
+        start: First row.
+        stop: Row after the last.
+        like: A tensor [..., K] with the dtype of the result.
+    """
+    blocks, n, _ = weight.words.shape
+    features = like.shape[-1]
+    out = like.new_empty(stop - start, features)
+    tile = min(64, triton.next_power_of_2(max(stop - start, 1)))
+    dense_kernel[(blocks, triton.cdiv(stop - start, tile))](
+        weight.words, _scale(weight), weight.zero, weight.offset, weight.outer, weight.table, out,
+        n, features, start, stop - start, _blocks_per_group(weight),
+        BN=tile, **_form(weight), INTERPRETED=INTERPRETED.value, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors; 132 where there is no card."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,148 @@
+"""Few tokens times a weight of nibbles: y^T = W x^T, bound by the bytes of W.
+
+    y[m, n] = outer[n] * sum over groups g of scale[g, n] * sum over k in g of value[n, k] * x[m, k]
+
+Values are exact in x's dtype, as are their products; sums are float32, and scales meet finished
+sums of a group (AFTER) or, rounded to x's dtype, the values (not AFTER). K may be cut into parts:
+each program writes its sums, and the last one of a tile adds them up in order and ends the tile.
+Equal inputs give equal bits.
+
+Grid: (tiles of BN output features x tiles of BM tokens, parts of K). Masked: tokens past M, columns
+past K; output features past N repeat the last and are not stored. Limit: memory up to about 32
+tokens, unpacking above.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quantload.runtime.kernels.dependent_launch import let_next_start, wait_for_previous
+from quantload.runtime.kernels.nibble_groups import (
+    four_scales,
+    four_zeros,
+    group_row,
+    plus_block,
+)
+from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
+
+__all__ = ["decode_kernel", "finished", "four_inputs", "tile_of"]
+
+
+@triton.jit
+def tile_of(index, tiles_n, tiles_m, TILES: tl.constexpr):
+    """Number the tiles so that TILES tiles of W stay in the L2 cache for all tiles of x."""
+    if TILES == 1:
+        return index // tiles_m, index % tiles_m
+    else:
+        first = index // (TILES * tiles_m) * TILES
+        size = tl.minimum(tiles_n - first, TILES)
+        inside = index % (TILES * tiles_m)
+        return first + inside % size, inside // size
+
+
+@triton.jit
+def _prefetch(address, BYTES: tl.constexpr, blocks, stride, PIECES: tl.constexpr):
+    """Ask for BYTES at `address`, `address + stride`, ... in pieces of 1 KiB."""
+    piece = tl.arange(0, PIECES)
+    block = tl.minimum(piece // (BYTES // 1024), blocks - 1)
+    place = address.to(tl.int64) + block.to(tl.int64) * stride + piece % (BYTES // 1024) * 1024
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;",
+        "=r,l", args=[place], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def four_inputs(place, inside, k, K, C: tl.constexpr, EVEN_K: tl.constexpr):
+    """Load the inputs [C, BM] of four slices of C columns, of which those from K on are zero."""
+    if EVEN_K:
+        return (
+            tl.load(place, mask=inside, other=0.0),
+            tl.load(place + C, mask=inside, other=0.0),
+            tl.load(place + 2 * C, mask=inside, other=0.0),
+            tl.load(place + 3 * C, mask=inside, other=0.0),
+        )
+    else:
+        return (
+            tl.load(place, mask=inside & (k < K), other=0.0),
+            tl.load(place + C, mask=inside & (k < K - C), other=0.0),
+            tl.load(place + 2 * C, mask=inside & (k < K - 2 * C), other=0.0),
+            tl.load(place + 3 * C, mask=inside & (k < K - 3 * C), other=0.0),
+        )
+
+
+@triton.jit
+def finished(acc, n, m, N, M, outer, bias, out, stride_out):
+    """End a tile of sums [BN, BM]: multiply by `outer`, add `bias`, store to out [M, N]."""
+    rows = tl.minimum(n, N - 1)
+    if outer is not None:
+        acc *= tl.load(outer + rows)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + rows).to(tl.float32)[:, None]
+    place = out + m[None, :].to(tl.int64) * stride_out + n[:, None]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=(n[:, None] < N) & (m[None, :] < M))
+
+
+@triton.jit
+def decode_kernel(
+    x, words, scale, zero, offset, outer, table, bias, out, partial, locks,
+    M, N, K, blocks, stride_x, splits, blocks_per_group,
+    BN: tl.constexpr, BM: tl.constexpr, C: tl.constexpr,
+    FORM: tl.constexpr, KIND: tl.constexpr, GROUP_SLICES: tl.constexpr, AFTER: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, TILES: tl.constexpr,
+    EARLY: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Write out [M, N]; partial [tiles, splits, BN, BM] float32 and locks [tiles] serve SPLIT."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    tile, part = tl.program_id(0), tl.program_id(1)
+    pn, pm = tile_of(tile, (N + BN - 1) // BN, (M + BM - 1) // BM, TILES)
+    n = pn * BN + tl.arange(0, BN)
+    m = pm * BM + tl.arange(0, BM)
+    i = tl.arange(0, C)
+    rows = tl.minimum(n, N - 1)
+    first = part * blocks // splits
+    last = (part + 1) * blocks // splits
+    let_next_start(EARLY)
+    if PREFETCH > 0:
+        start = words + (first.to(tl.int64) * N + pn * BN) * C
+        _prefetch(start, BN * C * 2, last - first, N.to(tl.int64) * C * 2, BN * C // 512 * PREFETCH)
+    wait_for_previous(EARLY)
+    if not TMA:
+        wp = words + first.to(tl.int64) * N * C + rows[:, None] * C + i[None, :]
+    xp = x + m[None, :].to(tl.int64) * stride_x + (first * 4 * C + i[:, None])
+    inside = (m < M)[None, :]
+    registers = table_registers(table, FORM, INTERPRETED)
+    one = tl.full((BN, C), 1.0, dtype)
+    ones = (one, one, one, one)
+    acc = tl.full((BN, BM), 0.0, tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        if TMA:
+            w = words.load([block * N + pn * BN, 0])
+        else:
+            w = tl.load(wp, eviction_policy="evict_first")
+            wp += N * C
+        inputs = four_inputs(xp, inside, block * 4 * C + i[:, None], K, C, EVEN_K)
+        xp += 4 * C
+        row = group_row(block, blocks_per_group, GROUP_SLICES)
+        zeros = four_zeros(zero, row, rows, N, FORM, GROUP_SLICES)
+        values = unpack4(w, zeros, registers, FORM, dtype, INTERPRETED)
+        scales = four_scales(scale, row, rows, N, KIND, GROUP_SLICES)
+        acc = plus_block(acc, values, inputs, scales, KIND, GROUP_SLICES, AFTER)
+        if offset is not None:
+            offsets = four_scales(offset, row, rows, N, "float", GROUP_SLICES)
+            acc = plus_block(acc, ones, inputs, offsets, "float", GROUP_SLICES, True)
+    if not SPLIT:
+        finished(acc, n, m, N, M, outer, bias, out, N)
+    else:
+        place = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        sums = partial + tile.to(tl.int64) * splits * (BN * BM) + place
+        tl.store(sums + part * (BN * BM), acc)
+        tl.debug_barrier()
+        done = tl.atomic_add(locks + tile, 1, sem="acq_rel")
+        if done == splits - 1:
+            total = tl.full((BN, BM), 0.0, tl.float32)
+            for other in range(splits):
+                total += tl.load(sums + other * (BN * BM), cache_modifier=".cg")
+            finished(total, n, m, N, M, outer, bias, out, N)
+            tl.atomic_xchg(locks + tile, 0)

@@ -1,0 +1,159 @@
+"""Which nibble kernel runs for a number of tokens, and in which tiles: measured, else by a rule."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from quantload.runtime import launch_settings
+
+if TYPE_CHECKING:
+    from quantload.runtime.kernels.nibble_weight import NibbleWeight
+
+__all__ = ["Plan", "candidates", "kernel_name", "plan_for"]
+
+_PATHS: tuple[Literal["decode", "mid", "dense"], ...] = ("decode", "mid", "dense")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is launched.
+
+    Args:
+        path: "decode", "mid" or "dense".
+        rows: Output features of a tile.
+        tokens: Tokens of a tile.
+        splits: Parts of K.
+        stages: Steps of the loop whose loads are in flight.
+        warps: Warps of a program.
+        after: Scales meet sums instead of values.
+        tma: "decode": words come by the copy engine.
+        step: "mid": columns of a slice in one step.
+        swizzle: Tiles of rows that run beside each other.
+        early: The kernel may start before the one before has ended (sm_90).
+        prefetch: Blocks of words that are asked for before that one has ended.
+    """
+
+    path: Literal["decode", "mid", "dense"]
+    rows: int = 64
+    tokens: int = 16
+    splits: int = 1
+    stages: int = 3
+    warps: int = 4
+    after: bool = True
+    tma: bool = False
+    step: int = 32
+    swizzle: int = 1
+    early: bool = True
+    prefetch: int = 0
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, int]) -> Plan:
+        """Return the plan of an entry of a table; `path` is a place in decode, mid, dense."""
+        fields = dict(settings)
+        path = _PATHS[fields.pop("path", 0)]
+        flags = {
+            name: bool(fields.pop(name)) for name in ("after", "tma", "early") if name in fields
+        }
+        return cls(path=path, **fields, **flags)
+
+    def settings(self) -> dict[str, int]:
+        """Return the entry of a table: what differs from the defaults, and the path."""
+        default = Plan(self.path)
+        changed = {
+            name: int(value)
+            for name, value in vars(self).items()
+            if name != "path" and value != getattr(default, name)
+        }
+        return {"path": _PATHS.index(self.path), **changed}
+
+
+def kernel_name(weight: NibbleWeight) -> str:
+    """Return the name under which launch settings of such weights are kept."""
+    group = "channel" if weight.group >= weight.features else f"g{weight.group}"
+    form = "int" if weight.form == "uint" else weight.form
+    return f"nibble {form} {group}"
+
+
+def plan_for(weight: NibbleWeight, tokens: int, device: torch.device) -> Plan:
+    """Return how to multiply `tokens` tokens."""
+    blocks, rows, columns = weight.words.shape
+    settings = launch_settings.find(
+        kernel_name(weight), device, m=tokens, n=rows, k=weight.features
+    )
+    plan = None if settings is None else Plan.from_settings(settings)
+    if plan is None:
+        plan = by_rule(tokens, rows, blocks, columns, *_card(device))
+    if weight.offset is not None and plan.path == "mid":
+        plan = by_rule(tokens, rows, blocks, columns, 0, _card(device)[1])
+    return replace(plan, splits=max(1, min(plan.splits, blocks)))
+
+
+def by_rule(
+    tokens: int, rows: int, blocks: int, columns: int, capability: int, processors: int
+) -> Plan:
+    """Return a plan that was good on the shapes that were measured.
+
+    Args:
+        tokens: M.
+        rows: N.
+        blocks: Blocks of K.
+        columns: C.
+        capability: Major compute capability of the card.
+        processors: Multiprocessors of the card.
+    """
+    if tokens >= (1024 if rows * blocks * columns < 1 << 24 else 2048):
+        return Plan("dense")
+    if tokens > 64 and capability >= 9:
+        return Plan("mid", rows=128, tokens=128, after=False, swizzle=8)
+    if tokens <= 16:
+        return _few(tokens, rows, blocks, processors)
+    tile = 128 if rows >= 128 * processors else 64
+    tiles = -(-rows // tile) * -(-tokens // 64)
+    splits = max(1, min(2 * processors // tiles, blocks // 2))
+    return Plan("decode", rows=tile, tokens=32 if tokens <= 32 else 64, splits=splits, swizzle=8)
+
+
+def _few(tokens: int, rows: int, blocks: int, processors: int) -> Plan:
+    tile_m = 8 if tokens <= 8 else 16
+    tiles = -(-rows // 64)
+    if tiles >= 3 * processors:
+        return Plan("decode", tokens=tile_m)
+    if tile_m == 8:
+        splits = max(1, min(blocks, 6 * processors // (2 * tiles)))
+        return Plan("decode", rows=32, tokens=8, splits=splits, warps=2)
+    splits = max(1, min(blocks, 4 * processors // tiles))
+    return Plan("decode", tokens=tile_m, splits=splits, prefetch=4)
+
+
+@functools.cache
+def _card(device: torch.device) -> tuple[int, int]:
+    """Major compute capability and multiprocessors; those of an H200 where there is no card."""
+    if device.type != "cuda":
+        return 0, 132
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.multi_processor_count
+
+
+def candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
+    """Yield settings that are worth measuring."""
+    for plan in _candidates(m, n, k):
+        yield plan.settings()
+
+
+def _candidates(m: int, n: int, k: int) -> Iterator[Plan]:
+    if m <= 16:
+        tokens = 8 if m <= 8 else 16
+        for rows, warps in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4)):
+            for stages in (3, 4, 6):
+                for waves in (2, 4, 8):
+                    tiles = -(-n // rows)
+                    splits = max(1, min(k // 256, round(132 * waves * 4 / warps / tiles / 2)))
+                    yield Plan(
+                        "decode", rows=rows, tokens=tokens, splits=splits, stages=stages,
+                        warps=warps, prefetch=4,
+                    )  # fmt: skip
