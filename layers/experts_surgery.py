@@ -7,7 +7,8 @@ in full precision, whatever the checkpoint has, and the report says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from quantload.quant.scheme import Scheme
 from quantload.runtime.parallel import Parallel
 
 _NOTE = "note_on_experts"  # attribute of a module that stays although it should not
+_TIED = "its weights are those of another block as well"
 OWN = "transformers"
 
 
@@ -111,19 +113,22 @@ def replace_experts(
     of_blocks = _schemes_of_experts(model, mapper, schemes, weights)
     is_shared = parallel is not None and parallel.tp_size > 1
     blocks = [path for path, module in model.named_modules() if holds_experts(module)]
+    tied = set(_tied_blocks(model, blocks)) - of_blocks.keys()
     refused: dict[str, str] = {}
     for path in blocks:
         if path not in of_blocks and not is_shared:
             continue
         module = model.get_submodule(path)
-        ours = fused_experts(
-            module,
-            schemes=of_blocks.get(path, {}),
-            dtype=dtype,
-            prefix=path,
-            parallel=parallel,
-            mode=mode,
-        )
+        ours: FusedExperts | str = _TIED
+        if path not in tied:
+            ours = fused_experts(
+                module,
+                schemes=of_blocks.get(path, {}),
+                dtype=dtype,
+                prefix=path,
+                parallel=parallel,
+                mode=mode,
+            )
         if isinstance(ours, str):
             refused[path] = ours
             parts = ["dequantized"] if path in of_blocks else []
@@ -134,6 +139,15 @@ def replace_experts(
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, ours.eval())
     return refused
+
+
+def _tied_blocks(model: nn.Module, blocks: Iterable[str]) -> Iterator[str]:
+    """Yield blocks with a weight that is another block's as well; full precision keeps it one."""
+    users = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for path in blocks:
+        parameters = model.get_submodule(path).parameters(recurse=False)
+        if any(users[id(parameter)] > 1 for parameter in parameters):
+            yield path
 
 
 def note_on(module: nn.Module) -> str:

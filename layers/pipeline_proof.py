@@ -95,6 +95,7 @@ class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found, self.layers = found, layers
         self.origins: dict[int, frozenset[int]] = {}
         self.inside: tuple[int, frozenset[int]] | None = None  # layer that runs, what it may read
+        self.is_behind = False  # all layers have run
         self._alive: list[Tensor] = []
 
     def __torch_dispatch__(
@@ -109,6 +110,9 @@ class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origins = self.of((args, kwargs))
             if self.inside is not None and not origins <= self.inside[1]:
                 self._leak(self.inside[0], origins - self.inside[1])
+            elif self.is_behind and (wrong := origins - {len(self.layers) - 1, HEAD}):
+                name = _name(self.layers, min(wrong))
+                self.found.leaks.append(f"what comes after the layers reads what comes from {name}")
             if origins:
                 self.mark(result, origins)
         return result
@@ -178,6 +182,9 @@ def _enter_layer(number: int, path: str, found: Trace, follow: _Follow) -> Calla
         for one in sorted(origins - {before}):
             name = _name(follow.layers, one)
             found.leaks.append(f"the hidden states that `{path}` is given come from {name} as well")
+        if before not in origins:
+            name = _name(follow.layers, before)
+            found.leaks.append(f"the hidden states that `{path}` is given do not come from {name}")
         follow.inside = number, origins
 
     return enter
@@ -186,6 +193,7 @@ def _enter_layer(number: int, path: str, found: Trace, follow: _Follow) -> Calla
 def _leave_layer(number: int, found: Trace, follow: _Follow) -> Callable[..., None]:
     def leave(_: nn.Module, __: tuple[Any, ...], output: object) -> None:
         follow.inside = None
+        follow.is_behind = number == len(follow.layers) - 1
         follow.mark(output, frozenset((number,)))
         states = next(_tensors(output[0] if isinstance(output, tuple) else output), None)
         if states is not None:

@@ -173,13 +173,16 @@ def _job(
     cut = resolved(cut, shape, goal)
     shape = shape_after(shape, cut, name)
     slots, shape = places.slots_of(target, shape, is_parameter=weight is None)
+    if len(slots) > 1:  # a part of every expert's weight is a slot, not a part of one parameter
+        target = replace(target, slot=slots.start, join=None)
     return Job(
         target=replace(target, cut=cut),
         name=name,
         weight=weight,
         shape=shape,
         num_bytes=0,
-        slots=slots,
+        slots=len(slots),
+        step=slots.step,
     )
 
 

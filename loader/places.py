@@ -59,6 +59,7 @@ class Job:
         shape: Shape of what goes to each slot.
         num_bytes: Bytes to read.
         slots: How many slots it fills: the experts of a block that lie in one tensor fill many.
+        step: From one of them to the next: 2 for gate alone of experts that have gate and up.
     """
 
     target: Target
@@ -67,10 +68,12 @@ class Job:
     shape: tuple[int, ...]
     num_bytes: int
     slots: int = 1
+    step: int = 1
 
     def targets(self) -> Iterator[Target]:
         """Yield every place that it fills."""
-        for slot in range(self.target.slot, self.target.slot + self.slots):
+        first = self.target.slot
+        for slot in range(first, first + self.slots * self.step, self.step):
             yield replace(self.target, slot=slot)
 
 
@@ -129,34 +132,46 @@ class Places:
         place, module = self.shapes[target.place], self.model.get_submodule(target.module)
         if not is_experts_receiver(module) or len(shape) != len(place) + 1:
             return place
-        rows = place[0] * (self._slots[target.module, target.leaf] // shape[0])
+        parts = 1 if target.join else self._slots[target.module, target.leaf] // shape[0]
+        rows = place[0] * parts
         matrix = (rows, *place[1:])
         return (shape[0], *(matrix[::-1] if module.has_input_first(target.leaf) else matrix))
 
     def slots_of(
         self, target: Target, shape: tuple[int, ...], *, is_parameter: bool
-    ) -> tuple[int, tuple[int, ...]]:
-        """Return how many slots a tensor fills, and what shape goes to each.
+    ) -> tuple[range, tuple[int, ...]]:
+        """Return the slots that a tensor fills, and what shape goes to each.
 
         Args:
             target: Its place.
             shape: Its shape; with experts the number of these comes first.
             is_parameter: It is laid out as the model's own parameter, not output features first.
+
+        Raises:
+            ShapeError: The layer has not that many slots.
         """
         module = self.model.get_submodule(target.module)
         if not is_experts_receiver(module) or len(shape) == len(self.shapes[target.place]):
-            return 1, shape
+            return range(target.slot, target.slot + 1), shape
         slots = self._slots[target.module, target.leaf]
         rows, *columns = shape[1:]
         if columns and is_parameter and module.has_input_first(target.leaf):
             rows, columns = columns[0], [rows]
         parts, left = divmod(slots, shape[0])
-        if left or not parts or rows % parts:
+        if left or not parts or (target.join is None and rows % parts):
             raise ShapeError(
                 f"a tensor of shape `{shape}` cannot be that of `{target.name}`, which has "
                 f"{slots} slots of shape `{self.shapes[target.place]}`"
             )
-        return slots, (rows // parts, *columns)
+        if target.join is None:
+            return range(slots), (rows // parts, *columns)
+        axis = 2 if len(shape) > 2 and module.has_input_first(target.leaf) else 1
+        if (target.join.parts, target.join.axis) != (parts, axis):
+            raise ShapeError(
+                f"a tensor that is {target.join} along axis {target.join.axis} cannot be that of "
+                f"`{target.name}`, whose experts have {parts} parts along axis {axis}"
+            )
+        return range(target.join.part, slots, parts), (rows, *columns)
 
     def check(self, jobs: list[Job]) -> None:
         """Prove that every place gets its elements exactly once.

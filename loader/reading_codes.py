@@ -184,6 +184,7 @@ class CodeReadings:
         if not reader.has_experts_apart or any(is_of_input(leaf) for leaf in weight.leaves):
             return None
         parts = len(regions) // weight.experts
+        filled = [target.slot for target in job.targets()]
         found: list[Reading] = []
         for expert in range(weight.experts):
             slots = range(expert * parts, (expert + 1) * parts)
@@ -203,7 +204,7 @@ class CodeReadings:
                         partial(_slot_of, whole, span, region),
                         () if number else reading.fetches,
                         0 if number else reading.num_bytes,
-                        slot=job.target.slot + slot,
+                        slot=filled[slot],
                         is_cut=True,
                     )
                 )

@@ -176,6 +176,8 @@ def inputs_of(model: PreTrainedModel) -> dict[str, Tensor]:
     inputs = {"input_ids": ids.repeat(rows, 1), "attention_mask": torch.ones_like(ids)}
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
+    if hasattr(config, "canvas_length"):  # else the model draws it, and ranks of one process differ
+        inputs["decoder_input_ids"] = torch.arange(2 * config.canvas_length).reshape(2, -1) % high
     needed = inspect.signature(model.forward).parameters.get("pixel_values")
     if needed is not None and needed.default is inspect.Parameter.empty:
         size = config.vision_config.image_size

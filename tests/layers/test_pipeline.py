@@ -72,7 +72,7 @@ def test_a_model_that_reads_the_embedding_after_its_layers_is_refused():
             x = layer(x, position_embeddings=angles)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x + embedded))
 
-    with pytest.raises(ModelError, match="after the layers reads the embedding"):
+    with pytest.raises(ModelError, match="after the layers reads what comes from the embedding"):
         find_cut(with_forward(forward), 2)
 
 
@@ -142,6 +142,20 @@ def test_code_between_layers_that_reads_the_embedding_is_refused():
 
     with pytest.raises(ModelError, match="come from the embedding as well"):
         find_cut(with_forward(forward), 2)
+
+
+def test_layers_that_read_another_embedding_are_refused():
+    def forward(self, input_ids=None, **_):
+        x = nn.functional.embedding(input_ids, self.other)
+        angles = self.rotary_emb(x, position_ids=positions_of(x))
+        for layer in self.layers:
+            x = layer(x, position_embeddings=angles)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+    model = with_forward(forward)
+    model.model.other = nn.Parameter(torch.empty(128, 64, device="meta"))
+    with pytest.raises(ModelError, match=r"layers\.0` is given do not come from the embedding"):
+        find_cut(model, 2)
 
 
 def test_a_layer_that_reads_what_an_earlier_one_kept_is_refused():

@@ -11,6 +11,7 @@ from quantload.errors import MissingTensor, ShapeError, UnexpectedTensor
 from quantload.loader.assign import assign
 from quantload.loader.places import ExpertsReceiver, RankShare, Receiver
 from quantload.mappers.mapper import WeightMapper
+from quantload.mappers.targets import Conversion, Converted, Join
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.region import WHOLE, Region
 from quantload.quant.rtn import quantize_rtn
@@ -80,13 +81,15 @@ def test_the_protocols_are_those_of_the_layers():
     assert isinstance(Experts(), ExpertsReceiver)
 
 
-def load(layer: nn.Module, tensors: dict[str, Tensor], quantized=None, **options) -> int:
+def load(
+    layer: nn.Module, tensors: dict[str, Tensor], quantized=None, *, mapper=None, **options
+) -> int:
     leaves = {leaf for leaf, _ in layer.awaits()}
     tensors = {"norm.weight": torch.ones(5), **tensors}
     return assign(
         model_of(layer),
         fake_source({}, tensors, quantized),
-        mapper_of(leaves),
+        mapper or mapper_of(leaves),
         device=CPU,
         tied={},
         **options,
@@ -162,6 +165,48 @@ def test_experts_in_one_tensor_come_one_by_one(input_first):
     assert torch.equal(layer.got["gate_up_proj", 2], gate_up[1, :INNER])
     assert torch.equal(layer.got["down_proj", 1], down[1])
     assert torch.equal(layer.got["down_proj_bias", 2], tensors["layer.down_proj_bias"][2])
+
+
+def joining_mapper(axis: int, parts: int = 2) -> WeightMapper:
+    """Gate and up of all experts are tensors of their own (Step 3.7)."""
+
+    def convert(name: str) -> Conversion:
+        part = {"layer.gate_proj": 0, "layer.up_proj": 1}.get(name)
+        if part is None:
+            return Conversion.unchanged(name)
+        return Conversion((Converted("layer.gate_up_proj", join=Join(part, parts, axis)),))
+
+    leaves = frozenset(leaf for leaf, _ in Experts().awaits())
+    return WeightMapper({"layer": leaves, "norm": frozenset({"weight"})}, convert=convert)
+
+
+@pytest.mark.parametrize("input_first", [False, True])
+def test_gate_and_up_of_all_experts_in_one_tensor_each(input_first):
+    layer, tensors = Experts(input_first=input_first), experts_of(input_first=input_first)
+    axis = 2 if input_first else 1
+    gate, up = tensors.pop("layer.gate_up_proj").chunk(2, axis)
+    apart = {"layer.gate_proj": gate.contiguous(), "layer.up_proj": up.contiguous()}
+    load(layer, tensors | apart, mapper=joining_mapper(axis))
+    slots = [slot for leaf, slot in sorted(layer.got) if leaf == "gate_up_proj"]
+    assert slots == [2, 3, 4, 5]
+    for slot in slots:
+        value = (gate, up)[slot % 2][slot // 2]
+        assert torch.equal(layer.got["gate_up_proj", slot], value.t() if input_first else value)
+
+
+def test_one_of_two_joined_tensors_is_missing():
+    tensors = experts_of(input_first=False)
+    tensors["layer.gate_proj"] = tensors.pop("layer.gate_up_proj")[:, :INNER].contiguous()
+    with pytest.raises(MissingTensor, match=r"gate_up_proj\[1\]"):
+        load(Experts(), tensors, mapper=joining_mapper(1))
+
+
+@pytest.mark.parametrize(("axis", "parts"), [(2, 2), (1, 3)])
+def test_tensors_that_are_joined_otherwise_than_experts_lie(axis, parts):
+    tensors = experts_of(input_first=False)
+    tensors["layer.gate_proj"] = tensors.pop("layer.gate_up_proj")[:, :INNER].contiguous()
+    with pytest.raises(ShapeError, match="along axis"):
+        load(Experts(), tensors, mapper=joining_mapper(axis, parts))
 
 
 def test_a_missing_expert_is_found_even_if_it_is_another_ranks():
