@@ -23,6 +23,7 @@
     +-- ModelError                 transformers cannot build or run the model
     +-- AccuracyError              a measured error is above its limit
     +-- NotComparable              two checkpoints are not of the same model
+    +-- BaselineError              a baseline file cannot be read or is damaged
 
 Message form: what is wrong, found and expected values in backticks, the place; then, where we
 know a way out, a blank line and `hint:`.
@@ -146,6 +147,10 @@ class AccuracyError(QuantloadError):
 
 class NotComparable(QuantloadError, ValueError):
     """Two checkpoints are not of the same model."""
+
+
+class BaselineError(QuantloadError, ValueError):
+    """A baseline file cannot be read, is damaged, or cannot be made."""
 
 
 def listed(items: Iterable[object], *, limit: int = 5) -> str:

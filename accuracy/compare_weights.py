@@ -32,7 +32,7 @@ def compare_weights(reference: Source, candidate: Source, progress: Progress) ->
     """
     reference = apart_as_in(reference, candidate)
     candidate = apart_as_in(candidate, reference)
-    _check_one_model(reference, candidate)
+    check_one_model(reference, candidate)
     shared = [module for module in reference.weights if module in candidate.weights]
     rows = []
     progress.start("weights", total=len(shared), unit="layers")
@@ -43,7 +43,7 @@ def compare_weights(reference: Source, candidate: Source, progress: Progress) ->
     damage = standing_out({row.module: (row.candidate, row.rounding) for row in rows})
     rows = [replace(row, damage=damage.get(row.module, "")) for row in rows]
     compared = (
-        _compare_plain(reference, candidate, name) for name in _shared_plain(reference, candidate)
+        compare_plain(reference, candidate, name) for name in shared_plain(reference, candidate)
     )
     return ModelComparison(
         layers=(*rows, *(row for row in compared if row.differs)),
@@ -53,25 +53,30 @@ def compare_weights(reference: Source, candidate: Source, progress: Progress) ->
 
 
 def _compare_weight(reference: Source, candidate: Source, module: str) -> LayerComparison:
-    original, weight = reference.read_weight(module), candidate.read_weight(module)
+    return compare_values(
+        (reference.weights[module], reference.read_weight(module)),
+        (candidate.weights[module], candidate.read_weight(module)),
+    )
+
+
+def compare_values(
+    reference: tuple[SourceWeight, QuantTensor | Tensor],
+    candidate: tuple[SourceWeight, QuantTensor | Tensor],
+) -> LayerComparison:
+    """Compare one weight that was read from both checkpoints."""
+    (described, original), (weight, held) = reference, candidate
     rounding: Rounding | None = None
-    if isinstance(weight, QuantTensor):
-        values = weight.dequantize()
-        if isinstance(original, Tensor):
-            rounding = rounding_of(weight, values, original)
-    else:
-        values = weight
-    expected = original.dequantize() if isinstance(original, QuantTensor) else original
+    values = held if isinstance(held, Tensor) else held.dequantize()
+    if isinstance(held, QuantTensor) and isinstance(original, Tensor):
+        rounding = rounding_of(held, values, original)
+    expected = original if isinstance(original, Tensor) else original.dequantize()
     return LayerComparison(
-        module=module,
-        reference=reference.weights[module].encoding,
-        candidate=candidate.weights[module].encoding,
-        weight=error_sums(
-            as_parameter(values, candidate.weights[module]),
-            as_parameter(expected, reference.weights[module]),
-        ),
+        module=weight.module,
+        reference=described.encoding,
+        candidate=weight.encoding,
+        weight=error_sums(as_parameter(values, weight), as_parameter(expected, described)),
         rounding=rounding,
-        **_limits(reference.weights[module], candidate.weights[module]),
+        **_limits(described, weight),
     )
 
 
@@ -109,7 +114,12 @@ def sum_limit(columns: int) -> float:
     return rounding + math.sqrt(columns) * torch.finfo(torch.float32).eps
 
 
-def _check_one_model(reference: Source, candidate: Source) -> None:
+def check_one_model(reference: Source, candidate: Source) -> None:
+    """Refuse checkpoints whose architecture, weights or shapes differ.
+
+    Raises:
+        NotComparable: They are of different models.
+    """
     configs = candidate.checkpoint.config, reference.checkpoint.config
     differences = config_differences(*configs, ("architectures", "model_type"))
     if differences:
@@ -124,7 +134,7 @@ def _check_one_model(reference: Source, candidate: Source) -> None:
     for module in shared:
         one, other = reference.weights[module], candidate.weights[module]
         shapes[f"weight of `{module}`"] = one.parameter_shape, other.parameter_shape
-    for name in _shared_plain(reference, candidate):
+    for name in shared_plain(reference, candidate):
         entries = reference.plain[name], candidate.plain[name]
         shapes[f"tensor `{name}`"] = tuple(entries[0].shape), tuple(entries[1].shape)
     for what, (expected, found) in shapes.items():
@@ -134,7 +144,7 @@ def _check_one_model(reference: Source, candidate: Source) -> None:
             )
 
 
-def _shared_plain(reference: Source, candidate: Source) -> list[str]:
+def shared_plain(reference: Source, candidate: Source) -> list[str]:
     """Return the float tensors that both have beside their 2-D weights."""
     return [
         name
@@ -145,7 +155,8 @@ def _shared_plain(reference: Source, candidate: Source) -> list[str]:
     ]
 
 
-def _compare_plain(reference: Source, candidate: Source, name: str) -> LayerComparison:
+def compare_plain(reference: Source, candidate: Source, name: str) -> LayerComparison:
+    """Compare a float tensor that is no weight of a layer."""
     return LayerComparison(
         module=name,
         reference=_dtype_name(reference, name),
@@ -165,4 +176,12 @@ def _only_in(one: Source, other: Source) -> tuple[str, ...]:
     return (*weights, *(name for name in one.plain if name not in other.plain))
 
 
-__all__ = ["cast_limit", "compare_weights", "sum_limit"]
+__all__ = [
+    "cast_limit",
+    "check_one_model",
+    "compare_plain",
+    "compare_values",
+    "compare_weights",
+    "shared_plain",
+    "sum_limit",
+]

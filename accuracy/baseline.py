@@ -1,0 +1,247 @@
+"""The baseline file: what every layer of a checkpoint lost, kept in a repository.
+
+    {
+     "quantload_baseline": 1,
+     "metric": "relative_l2/1",
+     "reference": {"name": "qwen-bf16", "digest": "sha256:..."},
+     "candidate": {"name": "qwen-w4", "digest": "sha256:...", "bits_per_weight": 4.16},
+     "tokens": {"sha256": "...", "count": 2048, "ids": [[1, 2, ...], ...]},
+     "made_on": {"device": "cpu", "dtype": "float32", "torch": "2.13.0", ...},
+     "tolerances": {"weight_db": 0.02, ...},
+     "end": {"kl_mean": [0.0312, 0.0009], "top1": [0.936, 0.005]},
+     "layers": {
+      "model.layers.0.mlp.down_proj": {"candidate": "9f3c...", "encoding": "W4A16", ...},
+      ...
+     }
+    }
+
+A line a layer, sorted, numbers of 6 significant digits: a change reads well in a diff. Digests are
+of values, not of files: a checkpoint that is packed in another way is the same. `made_on` is shown
+when a check fails and never compared. The token ids are in the file, so that it means the same
+everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from quantload.errors import BaselineError
+
+VERSION, METRIC = 1, "relative_l2/1"
+_DIGITS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerances:
+    """By how much a statistic may be worse than in the baseline.
+
+    Defaults are above the noise of repeats and far below the smallest fault, as measured on
+    SmolLM2-135M in int4: weights move 0.002 dB from machine to machine and 0.36 dB by the smallest
+    real change; medians over tokens move 0.2 dB by bfloat16 arithmetic.
+
+    Args:
+        weight_db: Relative error of one weight, in dB.
+        weight_mean_db: The same, mean over the weights.
+        output_median_db: Median over tokens of a layer's isolated output error.
+        output_mean_db: Pooled isolated output error, mean over the layers.
+        kl_relative: Mean KL at the end, as a part of itself; or `standard_errors` of it.
+        standard_errors: Of the mean KL, and of top-1 agreement.
+    """
+
+    weight_db: float = 0.02
+    weight_mean_db: float = 0.005
+    output_median_db: float = 0.5
+    output_mean_db: float = 0.05
+    kl_relative: float = 0.1
+    standard_errors: float = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBaseline:
+    """What is kept of one layer, or of another float tensor.
+
+    Args:
+        candidate: Digest of its values in the candidate, 16 hexadecimal digits.
+        reference: The same of the reference.
+        encoding: How the candidate holds it.
+        weight: Relative L2 error of the weight.
+        steps: Largest error in steps; None where there are none.
+        block: Largest noise of a block in units of its rounding; None likewise.
+        output: Relative L2 error of the isolated output over all tokens; None without tokens.
+        output_median: Median over tokens of the relative error of each; None likewise.
+        tokens: Tokens that reached it; None likewise.
+    """
+
+    candidate: str
+    reference: str
+    encoding: str
+    weight: float
+    steps: float | None = None
+    block: float | None = None
+    output: float | None = None
+    output_median: float | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The tokens that were run.
+
+    Args:
+        sha256: Of the ids, see `ids_digest`.
+        count: How many.
+        ids: The sequences.
+    """
+
+    sha256: str
+    count: int
+    ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """A baseline; see the top of this file.
+
+    Args:
+        reference: Name of the reference.
+        candidate: Name of the candidate.
+        bits_per_weight: Of the candidate's weights, scales included.
+        layers: One entry a weight, then one for each other float tensor, by checkpoint name.
+        tokens: None if only weights were compared.
+        end: Mean and standard error at the output, by metric ("kl_mean", "top1").
+        tolerances: What a check allows.
+        made_on: Where it was made, for people.
+    """
+
+    reference: str
+    candidate: str
+    bits_per_weight: float
+    layers: Mapping[str, LayerBaseline]
+    tokens: Tokens | None = None
+    end: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    tolerances: Tolerances = field(default_factory=Tolerances)
+    made_on: Mapping[str, str] = field(default_factory=dict)
+
+    def digest(self, side: str) -> str:
+        """Return one digest of all layers of a side, "reference" or "candidate"."""
+        lines = [f"{name} {getattr(layer, side)}" for name, layer in sorted(self.layers.items())]
+        return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def baseline_text(baseline: Baseline) -> str:
+    """Return the file's text; equal baselines have equal text."""
+    head: dict[str, Any] = {
+        "quantload_baseline": VERSION,
+        "metric": METRIC,
+        "reference": {"name": baseline.reference, "digest": baseline.digest("reference")},
+        "candidate": {
+            "name": baseline.candidate,
+            "digest": baseline.digest("candidate"),
+            "bits_per_weight": _rounded(baseline.bits_per_weight),
+        },
+        "tokens": None if baseline.tokens is None else asdict(baseline.tokens),
+        "made_on": dict(sorted(baseline.made_on.items())),
+        "tolerances": asdict(baseline.tolerances),
+        "end": {name: _rounded(pair) for name, pair in sorted(baseline.end.items())},
+    }
+    lines = [f" {json.dumps(key)}: {_compact(value)}," for key, value in head.items()]
+    layers = [
+        f"  {json.dumps(name)}: {_compact(_layer_json(layer))}"
+        for name, layer in sorted(baseline.layers.items())
+    ]
+    return "\n".join(["{", *lines, ' "layers": {', ",\n".join(layers), " }", "}", ""])
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(", ", ": "), allow_nan=False)
+
+
+def _layer_json(layer: LayerBaseline) -> dict[str, Any]:
+    return {k: _rounded(v) for k, v in sorted(asdict(layer).items()) if v is not None}
+
+
+def _rounded(value: Any) -> Any:  # noqa: ANN401 - what JSON holds
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    return [_rounded(v) for v in value] if isinstance(value, (tuple, list)) else value
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_baseline(file: Path) -> Baseline:
+    """Read a baseline file.
+
+    Raises:
+        BaselineError: It cannot be read, is of another version, or is damaged.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BaselineError(
+            f"there is no baseline `{file}`", hint="`quantload baseline write` makes one"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise BaselineError(f"cannot read the baseline `{file}`: {error}") from error
+    version = content.get("quantload_baseline") if isinstance(content, dict) else None
+    if version != VERSION:
+        raise BaselineError(f"`{file}` is of version `{version}`, expected `{VERSION}`")
+    if content.get("metric") != METRIC:
+        raise BaselineError(f"`{file}` holds `{content.get('metric')}`, expected `{METRIC}`")
+    try:
+        found = _baseline_of(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"no `{error.args[0]}`" if isinstance(error, KeyError) else str(error)
+        raise BaselineError(f"the baseline `{file}` is damaged: {what}") from error
+    for side in ("reference", "candidate"):
+        if content[side]["digest"] != found.digest(side):
+            raise BaselineError(
+                f"the baseline `{file}` is damaged: digests of the {side}'s layers do not give "
+                f"`{content[side]['digest']}`",
+                hint="it was edited by hand, or merged; write it again",
+            )
+    return found
+
+
+def _baseline_of(content: Mapping[str, Any]) -> Baseline:
+    tokens = content["tokens"]
+    return Baseline(
+        reference=content["reference"]["name"],
+        candidate=content["candidate"]["name"],
+        bits_per_weight=float(content["candidate"]["bits_per_weight"]),
+        layers={name: _layer_of(name, layer) for name, layer in content["layers"].items()},
+        tokens=None if tokens is None else _tokens_of(tokens),
+        end={name: (float(mean), float(error)) for name, (mean, error) in content["end"].items()},
+        tolerances=Tolerances(**{k: float(v) for k, v in content["tolerances"].items()}),
+        made_on={k: str(v) for k, v in content["made_on"].items()},
+    )
+
+
+def _layer_of(name: str, layer: Mapping[str, Any]) -> LayerBaseline:
+    known = {f.name for f in fields(LayerBaseline)}
+    texts = {"candidate", "reference", "encoding"}
+    for key, value in layer.items():
+        expected = str if key in texts else (int, float)
+        if key not in known or not isinstance(value, expected) or isinstance(value, bool):
+            raise ValueError(f"`{key}` of layer `{name}` is `{value}`")
+    return LayerBaseline(**layer)
+
+
+def _tokens_of(content: Mapping[str, Any]) -> Tokens:
+    ids: Sequence[Sequence[int]] = content["ids"]
+    return Tokens(
+        sha256=content["sha256"],
+        count=int(content["count"]),
+        ids=tuple(tuple(int(number) for number in row) for row in ids),
+    )
+
+
+__all__ = ["Baseline", "LayerBaseline", "Tokens", "Tolerances", "baseline_text", "read_baseline"]

@@ -1,0 +1,202 @@
+"""Baseline files: what is kept, what is refused, what passes and what fails."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import tiny_checkpoints as tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantload import api, api_baseline
+from quantload.accuracy.baseline import LayerBaseline, Tolerances, baseline_text, read_baseline
+from quantload.accuracy.baseline_check import about_end, change_db, judge
+from quantload.accuracy.value_digest import value_digest
+from quantload.errors import BaselineError, NotComparable, OutputError
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("baseline")
+    source = tiny.llama(folder / "source", hidden=64, intermediate=128)
+    output = api.convert(source, folder / "out", "W4A16:g32").folder
+    file = folder / "baseline.json"
+    api_baseline.write_baseline(source, output, file)
+    return source, output, file
+
+
+def changed(folder, made_from, change):
+    """A copy of a checkpoint with its tensors changed in place."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((made_from / "config.json").read_bytes())
+    tensors = load_file(made_from / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def double_scale(tensors):
+    tensors[f"{UP}.weight_scale"] *= 2
+
+
+def test_numbers_are_those_of_compare(made):
+    source, output, file = made
+    rows = {row.module: row for row in api.compare(source, output).layers}
+    kept = read_baseline(file).layers
+    assert kept[UP].weight == pytest.approx(rows[UP].weight.relative, rel=1e-5)
+    assert kept[UP].steps == pytest.approx(rows[UP].rounding.max_steps, rel=1e-5)
+    assert kept[UP].encoding == rows[UP].candidate
+    assert kept["model.norm.weight"].weight == 0.0
+    assert kept["model.norm.weight"].steps is None
+
+
+def test_text_is_sorted_and_comes_back(made):
+    *_, file = made
+    text = file.read_text()
+    found = read_baseline(file)
+    assert baseline_text(found) == text
+    names = [line.split('"')[1] for line in text.splitlines() if line.startswith('  "')]
+    assert names == sorted(found.layers)
+    assert json.loads(text)["quantload_baseline"] == 1
+
+
+def test_an_unchanged_candidate_passes_without_its_reference(made):
+    _, output, file = made
+    report = api_baseline.check_baseline(output, file)
+    assert report.passed
+    assert report.layers == ()
+    assert report.unchanged == len(read_baseline(file).layers)
+
+
+def test_a_layer_with_another_scale_is_named(made, tmp_path):
+    source, output, file = made
+    broken = changed(tmp_path / "broken", output, double_scale)
+    with pytest.raises(NotComparable, match=f"`{UP}` has changed"):
+        api_baseline.check_baseline(broken, file)
+    report = api_baseline.check_baseline(broken, file, reference=source)
+    assert not report.passed
+    assert [verdict.name for verdict in report.layers if verdict.failure] == [UP]
+    assert "weight error" in report.worst()[0].failure
+    assert report.now.layers[UP].weight > 0.5
+
+
+def test_a_norm_that_changed_fails(made, tmp_path):
+    source, output, file = made
+
+    def nudge(tensors):
+        tensors["model.norm.weight"][3] += 0.25
+
+    report = api_baseline.check_baseline(
+        changed(tmp_path / "broken", output, nudge), file, reference=source
+    )
+    assert [verdict.name for verdict in report.layers if verdict.failure] == ["model.norm.weight"]
+
+
+def test_another_scheme_or_reference_is_not_comparable(made, tmp_path):
+    source, output, file = made
+    other = api.convert(source, tmp_path / "w8", "W8A16").folder
+    with pytest.raises(NotComparable, match="in the baseline it is"):
+        api_baseline.check_baseline(other, file, reference=source)
+    broken = changed(tmp_path / "broken", output, double_scale)
+    stranger = tiny.llama(tmp_path / "stranger", seed=5, hidden=64, intermediate=128)
+    with pytest.raises(NotComparable, match="has digest"):
+        api_baseline.check_baseline(broken, file, reference=stranger)
+
+
+def test_layers_that_came_or_went_fail(made):
+    _, _, file = made
+    baseline = read_baseline(file)
+    now = dict(baseline.layers)
+    now["new"] = now.pop(UP)
+    report = judge(baseline, now)
+    assert (report.added, report.removed) == (("new",), (UP,))
+    assert not report.passed
+
+
+def test_a_better_layer_passes_and_is_told(made):
+    *_, file = made
+    baseline = read_baseline(file)
+    layer = baseline.layers[UP]
+    now = baseline.layers | {UP: replace(layer, candidate="0" * 16, weight=layer.weight * 0.9)}
+    report = judge(baseline, now)
+    assert report.passed
+    assert [verdict.name for verdict in report.better] == [UP]
+
+
+def test_a_small_slip_of_all_layers_fails_in_the_mean(made):
+    *_, file = made
+    baseline = read_baseline(file)
+    worse = {
+        n: replace(x, candidate="0" * 16, weight=x.weight * 1.001)
+        for n, x in baseline.layers.items()
+    }
+    report = judge(baseline, worse)  # 0.0087 dB each: below 0.02, above 0.005
+    assert not any(verdict.failure for verdict in report.layers)
+    assert len(report.failures) == 1
+    assert not report.passed
+
+
+def test_damage_to_one_block_fails(made):
+    *_, file = made
+    baseline = read_baseline(file)
+    layer = baseline.layers[UP]
+    now = baseline.layers | {UP: replace(layer, candidate="0" * 16, block=120.0)}
+    assert "worst block" in judge(baseline, now).worst()[0].failure
+
+
+def test_changes_in_db():
+    assert change_db(0.1, 0.2) == pytest.approx(6.0206, abs=1e-4)
+    assert change_db(0.0, 0.0) == 0.0
+    assert change_db(0.0, 0.1) > 100
+    assert change_db(0.1, 0.0) < -100
+
+
+def test_the_end_is_held_to_a_part_and_to_its_standard_errors(made):
+    *_, file = made
+    baseline = replace(read_baseline(file), end={"kl_mean": (0.05, 0.001), "top1": (0.9, 0.01)})
+    same = {"kl_mean": (0.054, 0.001), "top1": (0.87, 0.01)}
+    assert list(about_end(baseline, same, False)) == []
+    worse = list(about_end(baseline, {"kl_mean": (0.06, 0.001), "top1": (0.8, 0.01)}, False))
+    assert len(worse) == 2
+    assert list(about_end(baseline, {}, True)) == []
+    with pytest.raises(NotComparable):
+        list(about_end(baseline, {}, False))
+
+
+def test_files_that_cannot_be_used(made, tmp_path):
+    source, output, file = made
+    with pytest.raises(OutputError, match="is there already"):
+        api_baseline.write_baseline(source, output, file)
+    with pytest.raises(BaselineError, match="there is no baseline"):
+        read_baseline(tmp_path / "none.json")
+    text = file.read_text()
+    bad = tmp_path / "bad.json"
+    for wrong, message in (
+        ("{", "cannot read"),
+        ("[]", "version `None`"),
+        (text.replace('"quantload_baseline": 1', '"quantload_baseline": 2'), "version `2`"),
+        (text.replace("relative_l2/1", "mse/1"), "holds `mse/1`"),
+        (text.replace('"tolerances"', '"tolerance"'), "no `tolerances`"),
+        (text.replace('"weight": 0.0', '"weight": "x"', 1), "`weight` of layer"),
+        (text.replace(f'  "{UP}"', '  "other"'), "digests of the reference's layers"),
+    ):
+        bad.write_text(wrong)
+        with pytest.raises(BaselineError, match=message):
+            read_baseline(bad)
+
+
+def test_digests_are_of_values():
+    weight = torch.arange(12.0).view(3, 4)
+    assert value_digest(weight) == value_digest(weight.t().contiguous().t())
+    assert value_digest(weight) != value_digest(weight.view(4, 3))
+    assert value_digest(weight) != value_digest(weight.to(torch.float16))
+    assert len(value_digest(weight)) == 16
+
+
+def test_defaults_are_documented_numbers():
+    assert Tolerances().weight_db == 0.02
+    assert LayerBaseline(candidate="", reference="", encoding="", weight=0.0).tokens is None
