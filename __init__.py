@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from quantload.accuracy.doctor import doctor
     from quantload.accuracy.verify import LayerReport, VerifyReport
     from quantload.api import compare, convert, explain, inspect, load, load_tokenizer, plan, verify
+    from quantload.api_generate import TextDecoder, generate
     from quantload.api_stats import stats
     from quantload.errors import QuantloadError
     from quantload.layers.registry import register_model
@@ -36,11 +37,13 @@ _HOMES = {
     "QuantTensor": "quantload.quant.qtensor",
     "QuantloadError": "quantload.errors",
     "Scheme": "quantload.quant.scheme",
+    "TextDecoder": "quantload.api_generate",
     "VerifyReport": "quantload.accuracy.verify",
     "compare": "quantload.api",
     "convert": "quantload.api",
     "doctor": "quantload.accuracy.doctor",
     "explain": "quantload.api",
+    "generate": "quantload.api_generate",
     "inspect": "quantload.api",
     "load": "quantload.api",
     "load_tokenizer": "quantload.api",
@@ -61,11 +64,13 @@ __all__ = [
     "QuantTensor",
     "QuantloadError",
     "Scheme",
+    "TextDecoder",
     "VerifyReport",
     "compare",
     "convert",
     "doctor",
     "explain",
+    "generate",
     "inspect",
     "load",
     "load_tokenizer",

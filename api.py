@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,11 +19,10 @@ from quantload.accuracy.compare_weights import compare_weights
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.accuracy.verify_output import verify_output
 from quantload.api_explain import explain
+from quantload.api_generate import load_tokenizer
 from quantload.api_load import load, load_model, model_shares, parse_device
 from quantload.api_plan import facts_of, inspect, plan
 from quantload.loader.convert import run_plan
-from quantload.loader.gguf_tokenizer import write_tokenizer
-from quantload.loader.open import open_checkpoint
 from quantload.loader.peak_memory import peak_rss
 from quantload.loader.plan import Plan, PlanOptions
 from quantload.loader.ranks import Ranks
@@ -33,9 +31,6 @@ from quantload.loader.staging import check_place
 from quantload.loader.workers import Resources
 from quantload.progress import Progress, Silent
 from quantload.quant.scheme import Scheme
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -188,46 +183,6 @@ def compare(
     return with_outputs(weights, outputs, end)
 
 
-def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint; a GGUF file's is made from its metadata.
-
-    Raises:
-        ModelError: There is none that transformers can read.
-    """
-    from quantload.layers.text import load_tokenizer as read_tokenizer  # transformers: seconds
-
-    checkpoint = open_checkpoint(source)
-    if checkpoint.gguf_file is None:
-        return read_tokenizer(checkpoint.folder)
-    with tempfile.TemporaryDirectory() as folder:
-        write_tokenizer(checkpoint.gguf_file, Path(folder))
-        return read_tokenizer(Path(folder))
-
-
-def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    *,
-    seed: int | None = None,
-    **options: Any,  # noqa: ANN401 - see `generate_text`
-) -> str:
-    """Continue a prompt; see `layers/text.py` for the options.
-
-    Args:
-        model: From `load`.
-        tokenizer: From `load_tokenizer`.
-        prompt: Text to continue.
-        seed: Seed of sampling.
-        options: chat, emit, and arguments of transformers' `generate`.
-    """
-    from quantload.layers.text import generate_text  # transformers: seconds
-
-    if seed is not None:
-        torch.manual_seed(seed)
-    return generate_text(model, tokenizer, prompt, **options)
-
-
 __all__ = [
     "Conversion",
     "PlanOptions",
@@ -236,7 +191,6 @@ __all__ = [
     "execute",
     "explain",
     "facts_of",
-    "generate",
     "inspect",
     "load",
     "load_model",

@@ -13,9 +13,11 @@ from typing import Any
 import click
 
 from quantload import __version__
+from quantload.cli_bench import bench
 from quantload.cli_convert import convert
 from quantload.cli_doctor import doctor
 from quantload.cli_explain import explain
+from quantload.cli_generate import generate
 from quantload.cli_options import (
     CHECK_TP,
     EVERY,
@@ -24,8 +26,6 @@ from quantload.cli_options import (
     MODEL,
     PP,
     QUIET,
-    RULE,
-    SCHEME,
     TP,
     TRUST,
     warn,
@@ -54,9 +54,11 @@ def main() -> None:
     """Load, convert and check quantized Hugging Face checkpoints."""
 
 
+main.add_command(bench)
 main.add_command(convert)
 main.add_command(doctor)
 main.add_command(explain)
+main.add_command(generate)
 main.add_command(stats)
 
 
@@ -197,50 +199,6 @@ def compare(reference: str, candidate: str, **flags: Any) -> None:  # noqa: ANN4
         cli_compare.show_comparison(result, every=flags["every"])
     if not result.passed:
         sys.exit(1)
-
-
-@main.command()
-@click.argument("model")
-@click.argument("prompt")
-@click.option("--max-new-tokens", default=64, show_default=True)
-@click.option("--chat", is_flag=True, help="Put the prompt into the chat template.")
-@click.option("--sample", is_flag=True, help="Sample with the model's own settings; else greedy.")
-@click.option("--seed", type=int, help="Seed of --sample.")
-@click.option("--device", help="cpu or cuda; default cuda if there is one.")
-@click.option("--dtype", help="float32, bfloat16 or float16; default that of the config.")
-@SCHEME
-@RULE
-@TRUST
-@QUIET
-def generate(model: str, prompt: str, **flags: Any) -> None:  # noqa: ANN401 - click's values
-    """Load MODEL and continue PROMPT.
-
-    With --scheme or --rule its weights are quantized while they are read, as convert does it;
-    nothing is written.
-    """
-    from quantload import api, cli_output
-
-    with cli_output.BarProgress(quiet=flags["quiet"]) as progress:
-        loaded = api.load(
-            model,
-            scheme=flags["scheme"],
-            rules=flags["rules"],
-            device=flags["device"],
-            dtype=flags["dtype"],
-            trust_remote_code=flags["trust_remote_code"],
-            progress=progress,
-        )
-    api.generate(
-        loaded,
-        api.load_tokenizer(model),
-        prompt,
-        chat=flags["chat"],
-        seed=flags["seed"],
-        emit=lambda text: click.echo(text, nl=False),
-        max_new_tokens=flags["max_new_tokens"],
-        do_sample=flags["sample"],
-    )
-    click.echo()
 
 
 @main.command()

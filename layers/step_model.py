@@ -163,6 +163,23 @@ def why_not_decodable(model: nn.Module) -> str:
     return ""
 
 
+def check_length(model: nn.Module, length: int) -> None:
+    """Refuse rows that are longer than a model's table of learned positions.
+
+    Raises:
+        ConfigError: They are.
+    """
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and ("pos" in name or name == "wpe"):
+            room = module.num_embeddings - int(getattr(module, "offset", 0))
+            if length > room:
+                raise ConfigError(
+                    f"prompt and new tokens are `{length}` together, expected at most `{room}`: "
+                    f"the positions of `{path}`"
+                )
+
+
 class TransformersStepModel:
     """A causal model of transformers, plain or with our layers, as a `StepModel`.
 
@@ -276,4 +293,10 @@ def _why_host_decides(model: PreTrainedModel) -> str:
     return ""
 
 
-__all__ = ["TransformersCache", "TransformersStepModel", "why_not_decodable", "why_not_static"]
+__all__ = [
+    "TransformersCache",
+    "TransformersStepModel",
+    "check_length",
+    "why_not_decodable",
+    "why_not_static",
+]

@@ -1,14 +1,13 @@
-"""Text in, text out: the tokenizer of a checkpoint, and generation through transformers."""
+"""The tokenizer of a checkpoint, and generation through transformers where it is not ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import TextStreamer
 
 from quantload.errors import ModelError
 
@@ -31,38 +30,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-class _CallbackStreamer(TextStreamer):
-    """Hands finished pieces of text to a function instead of printing them."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, emit: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._emit = emit
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._emit(text)
-
-
-def generate_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    *,
-    chat: bool = False,
-    emit: Callable[[str], None] | None = None,
-    **generation: Any,  # noqa: ANN401 - passed on to transformers
-) -> str:
-    """Continue a prompt.
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool = False) -> list[int]:
+    """Return the tokens of a prompt.
 
     Args:
-        model: Any transformers model that generates.
-        tokenizer: Its tokenizer.
+        tokenizer: Of the model.
         prompt: Text to continue; with `chat`, the message of a user.
         chat: Put the prompt into the tokenizer's chat template.
-        emit: Called with each finished piece of text.
-        generation: Arguments of transformers' `generate`, for example `max_new_tokens=64`.
-
-    Returns:
-        The new text, without the prompt and without special tokens.
 
     Raises:
         ModelError: `chat` is asked for and the tokenizer has no chat template.
@@ -74,11 +48,30 @@ def generate_text(
         prompt = str(
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         )
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).to(model.device)
-    if tokenizer.pad_token_id is not None:
-        generation.setdefault("pad_token_id", tokenizer.pad_token_id)
-    streamer = _CallbackStreamer(tokenizer, emit) if emit is not None else None
+    found: list[int] = tokenizer(prompt, add_special_tokens=not chat)["input_ids"]
+    return found
+
+
+def ids_by_transformers(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    *,
+    seed: int | None = None,
+    **settings: Any,  # noqa: ANN401 - passed on to transformers
+) -> list[int]:
+    """Return the new tokens that transformers' own `generate` makes, for models of other kinds.
+
+    Args:
+        model: Any transformers model that generates.
+        prompt: Token ids.
+        seed: Of draws; of all random numbers of torch.
+        settings: Arguments of `generate`, for example `max_new_tokens=64`.
+    """
+    if seed is not None:
+        torch.manual_seed(seed)
+    ids = torch.tensor([list(prompt)], device=model.device)
     with torch.inference_mode():
-        tokens = model.generate(**inputs, streamer=streamer, **generation)  # type: ignore[operator]
-    new = tokens[0, inputs["input_ids"].shape[1] :]
-    return str(tokenizer.decode(new, skip_special_tokens=True))
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)  # type: ignore[operator]
+    start = 1 if model.config.is_encoder_decoder else ids.shape[1]  # after the decoder's first
+    new: list[int] = made[0, start:].tolist()
+    return new

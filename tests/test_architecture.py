@@ -32,10 +32,12 @@ MAY_IMPORT = {
 }
 COMMAND_LINE = {  # one part, in several files
     *("cli", "cli_options", "cli_convert", "cli_plan", "cli_output", "cli_inspect", "cli_compare"),
+    *("cli_bench", "cli_generate"),
     *("cli_doctor", "cli_explain", "cli_model", "cli_stats"),
 }
 # what users call, in several files
 PUBLIC = {"api", "api_explain", "api_load", "api_plan", "api_stats", "written_models"}
+PUBLIC |= {"api_bench", "api_generate"}
 TRANSFORMERS = (
     "layers/attention.py",
     "layers/attention_proof.py",
@@ -44,6 +46,7 @@ TRANSFORMERS = (
     "layers/converters.py",
     "layers/meta_model.py",
     "layers/registry.py",
+    "layers/sampling.py",
     "layers/siblings.py",
     "layers/step_model.py",
     "layers/surgery.py",
@@ -77,11 +80,13 @@ PUBLIC_NAMES = [
     "QuantTensor",
     "QuantloadError",
     "Scheme",
+    "TextDecoder",
     "VerifyReport",
     "compare",
     "convert",
     "doctor",
     "explain",
+    "generate",
     "inspect",
     "load",
     "load_tokenizer",
@@ -92,6 +97,11 @@ PUBLIC_NAMES = [
     "verify",
 ]
 OPTIONS = {
+    "bench": {
+        *("model", "--synthetic", "--layers", "--batch", "--prompt-tokens", "--new-tokens"),
+        *("--kv-cache", "--no-graphs", "--no-fuse", "--device", "--dtype", "--scheme"),
+        *("--trust-remote-code", "--json", "--quiet"),
+    },
     "compare": {
         *("reference", "candidate", "--data", "--token-ids", "--prompt", "--max-tokens", "--all"),
         *("--markdown", "--json", "--quiet", "--device", "--dtype"),
@@ -112,8 +122,9 @@ OPTIONS = {
     },
     "formats": set(),
     "generate": {
-        *("model", "prompt", "--max-new-tokens", "--chat", "--sample", "--seed", "--device"),
-        *("--dtype", "--trust-remote-code", "--quiet", "--scheme", "--rule"),
+        *("model", "prompts", "--max-new-tokens", "--chat", "--stop", "--sample", "--temperature"),
+        *("--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed", "--stream"),
+        *("--device", "--dtype", "--scheme", "--rule", "--trust-remote-code", "--json", "--quiet"),
     },
     "inspect": {
         *("source", "--all", "--json", "--check-tp", "--explain", "--model", "--tp", "--pp"),

@@ -406,8 +406,8 @@ def test_unknown_device(folder):
 
 def test_generate_quantizes_while_loading(folder, monkeypatch):
     models = []
-    monkeypatch.setattr("quantload.api.load_tokenizer", lambda source: None)
-    monkeypatch.setattr("quantload.api.generate", lambda model, *_, **__: models.append(model))
+    monkeypatch.setattr("quantload.api_generate.load_tokenizer", lambda source: None)
+    monkeypatch.setattr("quantload.cli_generate._show", lambda made, *_: models.append(made.model))
     rules = ("--rule", "model.layers.1.=keep", "--rule", "model.layers.0.mlp.=FP8_DYNAMIC")
     done = run("generate", folder, "x", "--device", "cpu", "--scheme", "W8A8", *rules)
     assert done.exit_code == 0, done.stderr

@@ -10,6 +10,7 @@ from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 from smollm2 import smollm2_file
 
+import quantload
 from quantload import api
 from quantload.quant.qtensor import QuantTensor
 
@@ -75,8 +76,9 @@ def test_the_quantized_model_still_knows_the_capital_of_france(source, tmp_path)
     done = api.convert(source, tmp_path / "out", "W8A16")
     model = api.load(done.folder, device="cpu")
     tokenizer = api.load_tokenizer(done.folder)
-    text = api.generate(model, tokenizer, "The capital of France is", max_new_tokens=4)
-    assert "Paris" in text
+    prompt = "The capital of France is"
+    (found,) = quantload.generate(model, prompt, tokenizer=tokenizer, max_new_tokens=4)
+    assert "Paris" in found.text
     fused = {report.fused_into for report in api.explain(model) if report.fused_into}
     assert len(fused) == 60  # one GEMM for q/k/v and one for gate/up in each of 30 layers
 

@@ -39,7 +39,7 @@ def read_rate(device: torch.device) -> float:
     """Return the bytes a second of the best of some reads of 1 GiB."""
     data = torch.ones(_BYTES // 4, dtype=torch.int32, device=device)
     sum_parts(data)
-    times = []
+    times: list[float] = []
     for _ in range(_TRIALS):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
