@@ -39,11 +39,12 @@ from gemm_cells import (
     scheme_of,
     weight_bytes,
 )
-from gemm_timing import capture, copies, in_turns
 from torch import Tensor, nn
 
+from quantload.layers.kernel_facts import packed_in
 from quantload.quant.qtensor import QuantTensor
 from quantload.runtime.launch_settings import card_limits
+from quantload.runtime.timing import capture, copies, in_turns
 
 CHECKED_ROWS = 256
 TOLERANCE = {False: 2e-2, True: 6e-2}  # of the relative error, by whether inputs are rounded
@@ -109,21 +110,13 @@ class Run:
 # -- contestants -----------------------------------------------------------------------------------
 
 
-def packed_of(layer: nn.Module) -> nn.Module:
-    """Return the packed weight of a layer, inside of what prepares its input."""
-    gemm = layer.gemm
-    while isinstance(getattr(gemm, "gemm", None), nn.Module):
-        gemm = gemm.gemm
-    return gemm
-
-
 def ours(fmt: str, weight: QuantTensor | Tensor, inputs: dict[int, Tensor]) -> Iterator[Contestant]:
     """Yield our layer, and its product alone where it takes codes."""
     if fmt == "bf16":
         yield Contestant("torch.linear", weight, lambda w, m: nn.functional.linear(inputs[m], w))
         return
     layer = our_layer(fmt, weight)
-    packed, rounds = packed_of(layer), scheme_of(fmt).input is not None
+    packed, rounds = packed_in(layer.gemm), scheme_of(fmt).input is not None
     launched = getattr(packed, "kernels_for", lambda m: (layer.kernel.name,))
     name = "ours+q" if rounds else "ours"
     yield Contestant(
@@ -220,14 +213,14 @@ def _measure_cell(
             error = relative_error(contestant, states[0], m, exact)
             least = len(states) if m <= CHECKED_ROWS else 2
             call = lambda i, c=contestant, s=states: c.run(s[i], m)  # noqa: E731
-            graphs.append(capture(call, len(states), least))
+            graphs.append(capture(call, len(states), least=least))
             ready.append((contestant, error))
         except Exception as problem:  # noqa: BLE001 - as above
             run.fail(problem, name=contestant.name, **cell)
             torch.cuda.synchronize()
     limit = limit_us(cell["fmt"], size + 2 * m * (n + k), 2 * m * n * k)
     for (contestant, error), took in zip(
-        ready, in_turns(graphs, 9 if m <= CHECKED_ROWS else 5), strict=True
+        ready, in_turns(graphs, rounds=9 if m <= CHECKED_ROWS else 5), strict=True
     ):
         rounds = FORMATS[cell["fmt"]].rounds_input
         row = {

@@ -19,11 +19,12 @@ an unknown card or shape is slower at worst.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata, resources
 from pathlib import Path
@@ -37,11 +38,13 @@ __all__ = [
     "CardLimits",
     "Settings",
     "Table",
+    "Trial",
     "card_limits",
     "find",
     "forget",
     "measured_us",
     "parse_table",
+    "trying",
     "user_table",
 ]
 
@@ -123,9 +126,47 @@ def find(kernel: str, device: torch.device, *, m: int, n: int, k: int) -> Settin
     Raises:
         ConfigError: A table is damaged.
     """
+    if _trial is not None:
+        _trial.asked.append((kernel, m, n, k))
+        if kernel == _trial.kernel:
+            return _trial.settings
     if device.type != "cuda":
         return None
     return _find(kernel, _card(device), m, n, k)
+
+
+@dataclass
+class Trial:
+    """What is asked for while settings are tried, and what one kernel gets for an answer.
+
+    Args:
+        kernel: The kernel that gets `settings`; "" is none.
+        settings: None lets its rule decide.
+        asked: (kernel, m, n, k) of each question.
+    """
+
+    kernel: str = ""
+    settings: Settings | None = None
+    asked: list[tuple[str, int, int, int]] = field(default_factory=list)
+
+
+_trial: Trial | None = None
+
+
+@contextlib.contextmanager
+def trying(kernel: str = "", settings: Settings | None = None) -> Iterator[Trial]:
+    """Have `find` answer for one kernel with given settings, in all threads, and note what is asked.
+
+    Args:
+        kernel: Name of the kernel, as in `find`; "" only takes notes.
+        settings: Its settings; None lets its rule decide.
+    """
+    global _trial  # noqa: PLW0603 - one process tunes one thing at a time
+    before, _trial = _trial, Trial(kernel, settings)
+    try:
+        yield _trial
+    finally:
+        _trial = before
 
 
 def measured_us(kernel: str, device: torch.device, *, m: int, n: int, k: int) -> float | None:
