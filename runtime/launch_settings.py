@@ -155,13 +155,13 @@ _trial: Trial | None = None
 
 @contextlib.contextmanager
 def trying(kernel: str = "", settings: Settings | None = None) -> Iterator[Trial]:
-    """Have `find` answer for one kernel with given settings, in all threads, and note what is asked.
+    """Have `find` give one kernel these settings, in all threads, and note what is asked for.
 
     Args:
         kernel: Name of the kernel, as in `find`; "" only takes notes.
         settings: Its settings; None lets its rule decide.
     """
-    global _trial  # noqa: PLW0603 - one process tunes one thing at a time
+    global _trial  # one process tunes one thing at a time
     before, _trial = _trial, Trial(kernel, settings)
     try:
         yield _trial
