@@ -1,0 +1,257 @@
+"""Grouped product with quantized weights: rows of all experts, each times its expert's weight.
+
+    y[p, n] = outer[e, n] * sum over groups g of scale[e, g, n]
+                  * sum over k in g of (value(code[e, n, k]) - zero[e, g, n]) * x[row of p, k]
+              + bias[e, n]                                       e the expert of pair p
+
+and for the product of gate and up
+
+    y[p, i] = min(act(min(gate, gate_limit)), act_limit) * (clamp(up, up_limit) + shift)
+
+A program has BN rows of an expert's weight and a block of up to BM of its pairs: the transposed
+product, since the wide side of a tensor-core product should be the weight. Rows of gate and up
+alternate in eights, so that both are in the registers of one thread. Values of codes are exact in
+bfloat16, scales meet float32 sums. Which pairs are a block's is read from `route`, or, for few
+pairs (DIRECT), found by each program itself: pair number `block` leads if it is number 0, BM,
+2 BM, ... of its expert, else the program ends. Every output is summed in one fixed order.
+
+Grid: (tiles of N, blocks). Masked: places of a block without a pair, columns past K; rows past N
+repeat the last row and are not stored. Limit: memory up to some tens of pairs an expert.
+
+Letters: S pairs, E experts here, N rows and K columns of an expert's weight, C columns of a slice,
+B blocks of slices, G groups of columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from quantload.runtime.kernels.byte_unpack import unpack2
+from quantload.runtime.kernels.dependent_launch import let_next_start, wait_for_previous
+from quantload.runtime.kernels.nibble_decode import four_inputs
+from quantload.runtime.kernels.nibble_groups import (
+    four_scales,
+    four_zeros,
+    group_row,
+    plus_block,
+    raw_groups,
+)
+from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
+
+__all__ = ["grouped_kernel"]
+
+
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def _led_block(index, block, S, first, E, BM: tl.constexpr, SP: tl.constexpr):
+    """Return the expert (or -1), the pairs [BM] and which of them exist, of the block of a pair."""
+    at = tl.arange(0, SP)
+    ids = (tl.load(index + at, mask=at < S, other=first - 1) - first).to(tl.int32)
+    e = (tl.load(index + block) - first).to(tl.int32)
+    same = (ids == e) & (at < S)
+    before = tl.reduce((same & (at < block)).to(tl.int32), 0, _add)
+    rank = tl.associative_scan(same.to(tl.int32), 0, _add) - 1 - before
+    places = tl.arange(0, BM)
+    hit = same[:, None] & (rank[:, None] == places[None, :])
+    pairs = tl.reduce(tl.where(hit, at[:, None], 0), 0, _add)
+    count = tl.reduce(same.to(tl.int32), 0, _add) - before
+    leads = (e >= 0) & (e < E) & (before % BM == 0)
+    return tl.where(leads, e, -1), pairs, places < count
+
+
+@triton.jit
+def _listed_block(order, blocks, block, capacity, BM: tl.constexpr):
+    """Return the same of a block that `route` made."""
+    e = tl.load(blocks + block)
+    start = tl.load(blocks + capacity + block)
+    stop = tl.load(blocks + 2 * capacity + block)
+    places = tl.arange(0, BM)
+    inside = (start + places < stop) & (e >= 0)
+    return e, tl.load(order + start + places, mask=inside, other=0), inside
+
+
+@triton.jit
+def _prefetch(words, stride, blocks, BYTES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Ask for the tile of the first BLOCKS blocks, BYTES each, `stride` words apart."""
+    b = tl.minimum(tl.arange(0, BLOCKS), blocks - 1)
+    address = (words + b.to(tl.int64) * stride).to(tl.int64)
+    size = tl.full((BLOCKS,), BYTES, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        args=[address, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _two_inputs(place, inside, k, K, C: tl.constexpr, EVEN: tl.constexpr):
+    """Load the inputs [C, BM] of two slices, as `four_inputs` those of four."""
+    if EVEN:
+        return tl.load(place, mask=inside, other=0.0), tl.load(place + C, mask=inside, other=0.0)
+    else:
+        return (
+            tl.load(place, mask=inside & (k < K), other=0.0),
+            tl.load(place + C, mask=inside & (k < K - C), other=0.0),
+        )
+
+
+@triton.jit
+def _activated(x, alpha, ACT: tl.constexpr, INTERPRETED: tl.constexpr):
+    if ACT == "silu":
+        return x / (1.0 + tl.exp(-alpha * x))
+    elif ACT == "gelu":
+        part = x * 0.70710678118654752440
+        return x * 0.5 * (1.0 + (tl.erf(part) if INTERPRETED else libdevice.erf(part)))
+    elif ACT == "gelu_tanh":
+        # x * (1 + tanh(t)) / 2 = x / (1 + exp(-2 t))
+        inner = 0.79788456080286535588 * (x + 0.044715 * (x * x * x))
+        return x / (1.0 + tl.exp(-2.0 * inner))
+    elif ACT == "relu2":
+        return tl.where(x <= 0.0, 0.0, x * x)
+    elif ACT == "relu":
+        return tl.where(x <= 0.0, 0.0, x)
+    else:
+        tl.static_assert(ACT == "none", "unknown activation")
+        return x
+
+
+@triton.jit
+def _column(n, width, ROWS: tl.constexpr):
+    """Return where the result of packed row n belongs, and whether it is no padding."""
+    if ROWS == "plain":
+        return n, n < width
+    else:
+        part = (n // 8) % 2
+        inner = (n // 16) * 8 + n % 8
+        if ROWS == "halves":
+            return part * (width // 2) + inner, inner < width // 2
+        else:
+            return 2 * inner + part, inner < width // 2
+
+
+@triton.jit
+def _plus_two(acc, w, x, s, KIND: tl.constexpr, GROUPS: tl.constexpr, AFTER: tl.constexpr):
+    """Add the products of two slices, as `plus_block` those of four."""
+    w0, w1 = w
+    x0, x1 = x
+    s0, _s1, s2, _s3 = s
+    if KIND == "none":
+        acc = tl.dot(w0, x0, acc, input_precision="ieee")
+        acc = tl.dot(w1, x1, acc, input_precision="ieee")
+    elif not AFTER:
+        dtype: tl.constexpr = w0.dtype
+        acc = tl.dot(w0 * s0.to(dtype), x0, acc, input_precision="ieee")
+        acc = tl.dot(w1 * s2.to(dtype), x1, acc, input_precision="ieee")
+    elif GROUPS == 4:
+        part = tl.dot(w0, x0, input_precision="ieee")
+        acc += tl.dot(w1, x1, part, input_precision="ieee") * s0
+    else:
+        acc += tl.dot(w0, x0, input_precision="ieee") * s0
+        acc += tl.dot(w1, x1, input_precision="ieee") * s2
+    return acc
+
+
+@triton.jit
+def grouped_kernel(
+    x, words, scale, zero, outer, bias, table, index, order, blocks, out,
+    S, first, E, N, K, B, G, stride_x, width, rows_per_input, blocks_per_group, capacity,
+    alpha, gate_limit, act_limit, up_limit, shift,
+    BN: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, SP: tl.constexpr, FORM: tl.constexpr,
+    SLOTS: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, AFTER: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr,
+    LIMITED: tl.constexpr, EARLY: tl.constexpr, BEFORE: tl.constexpr, ONCE: tl.constexpr,
+    STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Write out [S, width].
+
+    Args:
+        SP: Pairs that a program looks through to find its own; 0 if `route` did.
+        SLOTS: Codes of a word, 4 or 2.
+        GROUPS: 4 if the slices of a block share a scale, 2 or 1 if there are two or four groups.
+        AFTER: Scales meet sums; else values, rounded to their dtype.
+        EVEN: True if K is whole blocks.
+        BEFORE: True to read routing and first weights before the input is there.
+        ONCE: True if most weights are read once.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    let_next_start(EARLY)
+    if not BEFORE:
+        wait_for_previous(EARLY)
+    block = tl.program_id(1)
+    if SP:
+        e, pairs, inside = _led_block(index, block, S, first, E, BM, SP)
+    else:
+        e, pairs, inside = _listed_block(order, blocks, block, capacity, BM)
+    tile = tl.program_id(0) * BN
+    held = tl.maximum(e, 0).to(tl.int64)  # NOTE: no type of its own if B is 1
+    words += held * B * N * C
+    if BEFORE:
+        if EARLY and (e >= 0) & (tile + BN <= N):
+            _prefetch(words + tile * C, N * C, B, BN * C * 2, 4)
+        wait_for_previous(EARLY)
+    if e < 0:
+        return
+    n = tile + tl.arange(0, BN)
+    c = tl.arange(0, C)
+    rows = tl.minimum(n, N - 1)
+    words_at = words + rows[:, None] * C + c[None, :]
+    x_at = x + (pairs // rows_per_input).to(tl.int64)[None, :] * stride_x + c[:, None]
+    mask = inside[None, :]
+    if KIND != "none":
+        scale += held * G * N
+    if FORM == "zero":
+        zero += held * G * N
+    registers = table_registers(table, FORM, INTERPRETED)
+    acc = tl.full((BN, BM), 0.0, tl.float32)
+    row = group_row(block * 0, blocks_per_group, GROUPS)
+    raw_scale = raw_groups(scale, row, rows, N, KIND != "none", GROUPS)
+    raw_zero = raw_groups(zero, row, rows, N, FORM == "zero", GROUPS)
+    for b in tl.range(0, B, num_stages=STAGES):
+        packed = tl.load(words_at, eviction_policy="evict_first" if ONCE else "")
+        k = b * (SLOTS * C) + c[:, None]
+        if SLOTS == 4:
+            inputs = four_inputs(x_at, mask, k, K, C, EVEN)
+        else:
+            inputs = _two_inputs(x_at, mask, k, K, C, EVEN)
+        # scales of the next block are on their way while this one is multiplied
+        row = group_row(tl.minimum(b + 1, B - 1), blocks_per_group, GROUPS)
+        next_scale = raw_groups(scale, row, rows, N, KIND != "none", GROUPS)
+        next_zero = raw_groups(zero, row, rows, N, FORM == "zero", GROUPS)
+        scales = four_scales(raw_scale, KIND, GROUPS)
+        if SLOTS == 4:
+            zeros = four_zeros(raw_zero, FORM, GROUPS)
+            values = unpack4(packed, zeros, registers, FORM, dtype, INTERPRETED)
+            acc = plus_block(acc, values, inputs, scales, KIND, GROUPS, AFTER)
+        else:
+            values = unpack2(packed, None, FORM, dtype, INTERPRETED)
+            acc = _plus_two(acc, values, inputs, scales, KIND, GROUPS, AFTER)
+        words_at += N * C
+        x_at += SLOTS * C
+        raw_scale, raw_zero = next_scale, next_zero
+    if outer is not None:
+        acc *= tl.load(outer + held * N + rows)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + held * N + rows)[:, None]
+    if GATED:
+        pair = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
+        gate, up = tl.split(pair)
+        if LIMITED:
+            gate = tl.where(gate > gate_limit, gate_limit, gate)
+            up = tl.where(up > up_limit, up_limit, tl.where(up < -up_limit, -up_limit, up))
+        gate = _activated(gate, alpha, ACT, INTERPRETED)
+        if LIMITED:
+            gate = tl.where(gate > act_limit, act_limit, gate)
+            up += shift
+        y = tl.reshape(gate * up, (BN // 2, BM))
+        n = tile // 2 + tl.arange(0, BN // 2)
+        is_column = n < width
+    else:
+        y = _activated(acc, alpha, ACT, INTERPRETED)
+        n, is_column = _column(n, width, ROWS)
+    target = out + pairs.to(tl.int64)[None, :] * width + n[:, None]
+    tl.store(target, y.to(out.dtype.element_ty), mask=mask & is_column[:, None])

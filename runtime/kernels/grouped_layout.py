@@ -1,0 +1,317 @@
+"""How the weights of all experts of a block lie in memory for the grouped kernel.
+
+One tensor holds the words of all experts, and each expert is packed into its part when it arrives:
+the block never exists twice. Words are those of `nibble_weight` or `byte_layout`, of rows in which
+gate and up, however they come, alternate in eights.
+
+Letters: E experts, N output features as they come, P >= N packed rows, K input features, C columns
+of a slice, B blocks of slices, G groups of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from quantload.quant.qtensor import QuantTensor
+from quantload.runtime.kernels import byte_layout, nibble_weight
+from quantload.runtime.kernels.nibble_layout import unpack_nibbles
+
+__all__ = ["ExpertStack", "GroupedWeight", "Rows", "why_not"]
+
+Rows = Literal["plain", "halves", "alternate"]  # no gate; gate before up; gate, up, gate, up ...
+_EIGHT = 8
+_SLICE_WIDTHS = (64, 32, 16)
+_PARTS = ("words", "scale", "zero", "outer")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupedWeight:
+    """The weights of all experts as the kernel reads them.
+
+    Args:
+        words: [E, B, P, C] int16.
+        scale: [E, G, P] float, or bytes: uint8 exponents of two, float8_e4m3fn; None where a row
+            has one scale, which is then in `outer`.
+        zero: [E, G, P] uint8, in units of a nibble, or None.
+        outer: [E, P] float32, multiplier of a row, or None.
+        bias: [E, P] float32, or None.
+        table: [24] int32 of `lookup_table`, or None.
+        form: "int", "uint", "zero", "e2m1", "table": nibbles; "int8", "e4m3", "e5m2": bytes.
+        group: Columns that share a scale; K if a row does.
+        rows: How rows were ordered before they were packed.
+        out_features: N.
+        in_features: K.
+    """
+
+    words: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    outer: Tensor | None
+    bias: Tensor | None
+    table: Tensor | None
+    form: str
+    group: int
+    rows: Rows
+    out_features: int
+    in_features: int
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.words.shape[0]
+
+    @property
+    def slots(self) -> int:
+        """Codes of a word."""
+        return _slots(self.form)
+
+    @property
+    def slices_per_group(self) -> int:
+        """Slices that share a scale."""
+        return max(1, self.group // self.words.shape[-1])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parts that are tensors, by field name."""
+        return {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
+
+    def with_tensors(self, parts: Mapping[str, Tensor]) -> GroupedWeight:
+        """Return the weight with other tensors, by field name."""
+        return replace(self, **parts)  # type: ignore[arg-type]
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights [E, N, K], computed in float32."""
+        return torch.stack([self._values(e).to(dtype) for e in range(self.experts)])
+
+    def _values(self, e: int) -> Tensor:
+        codes = _codes_of(self.words[e], self.form, self.in_features)
+        values = _values_of(codes, self.form, self.table)
+        group = torch.arange(self.in_features, device=codes.device) // self.group
+        if self.zero is not None:
+            values = values - self.zero[e].t().float()[:, group]
+        if self.scale is not None:
+            scale = self.scale[e]
+            scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+            values = values * scale.float().t()[:, group]
+        if self.outer is not None:
+            values = values * self.outer[e][:, None]
+        return values[_natural_places(self.rows, self.out_features, codes.device)]
+
+
+def _slots(form: str) -> int:
+    return 2 if form in ("int8", "e4m3", "e5m2") else 4
+
+
+def _codes_of(words: Tensor, form: str, features: int) -> Tensor:
+    unpack = unpack_nibbles if _slots(form) == 4 else byte_layout.unpack_bytes
+    return unpack(words, features)
+
+
+def _values_of(codes: Tensor, form: str, table: Tensor | None) -> Tensor:
+    if table is not None:
+        return table[8:].view(torch.float32)[codes.int()]
+    if form == "e2m1":
+        size = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+        return torch.cat([size, -size])[codes.int()]
+    if _slots(form) == 2:
+        storage = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+        return codes.view(storage[form]).float()
+    return codes.float() - (8 if form == "int" else 0)
+
+
+def _packed_places(rows: Rows, count: int, device: torch.device) -> Tensor:
+    """[P] the row that each packed row comes from, -1 for padding."""
+    if rows == "plain":
+        return torch.arange(count, device=device)
+    each = count // 2
+    packed = torch.arange(2 * -(-each // _EIGHT) * _EIGHT, device=device)
+    part, inner = packed // _EIGHT % 2, packed // (2 * _EIGHT) * _EIGHT + packed % _EIGHT
+    natural = part * each + inner if rows == "halves" else 2 * inner + part
+    return natural.masked_fill(inner >= each, -1)
+
+
+def _natural_places(rows: Rows, count: int, device: torch.device) -> Tensor:
+    """[N] the packed row of each row."""
+    packed = _packed_places(rows, count, device)
+    natural = torch.empty(count, dtype=torch.long, device=device)
+    here = (packed >= 0).nonzero().flatten()
+    natural[packed[here]] = here
+    return natural
+
+
+# -- which weights -----------------------------------------------------------------------------
+
+
+def why_not(weight: QuantTensor) -> str | None:
+    """Say why the kernel cannot multiply with an expert's weight, or None."""
+    if weight.group_of is not None:
+        return "columns are in act-order"
+    if weight.grid.bits > 4:
+        if weight.zero is not None or weight.grid.storage == torch.uint8:
+            return f"zero points of codes of {weight.grid.bits} bits"
+        reason = byte_layout.why_not_packed(weight)
+    else:
+        reason = nibble_weight.why_not_form(_per_row(weight))
+    if reason is not None:
+        return reason
+    if _slice_width(weight) is None:
+        return f"groups of {weight.block[1]} columns are no slices of 16, 32 or 64"
+    return None
+
+
+def _slice_width(weight: QuantTensor) -> int | None:
+    """Return C: groups are a slice, a pair of slices, or whole blocks."""
+    group, slots = weight.block[1], 2 if weight.grid.bits > 4 else 4
+    if group >= weight.shape[1]:
+        return _SLICE_WIDTHS[0]
+    fitting = (w for w in _SLICE_WIDTHS if group in (w, 2 * w) or group % (slots * w) == 0)
+    return next(fitting, None)
+
+
+def _per_row(weight: QuantTensor) -> QuantTensor:
+    """Give each row its own scales; the values stay equal."""
+    return weight if weight.block[0] == 1 else weight.refined((1, weight.block[1]))
+
+
+def _in_order(weight: QuantTensor, places: Tensor) -> QuantTensor:
+    """Return rows as they are packed; padding repeats the first row."""
+    rows = places.clamp(min=0)
+
+    def taken(part: Tensor | None) -> Tensor | None:
+        if part is None or part.shape[0] == 1:
+            return part
+        return part.view(torch.uint8)[rows].view(part.dtype) if part.itemsize == 1 else part[rows]
+
+    named = {name: taken(getattr(weight, name)) for name in ("codes", "scale", "zero", "outer")}
+    return replace(weight, offset=taken(weight.offset), **named)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """One expert: parts as in `GroupedWeight`, without the axis of experts."""
+
+    parts: dict[str, Tensor | None]
+    table: Tensor | None
+    form: str
+    group: int
+    has_offset: bool
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What experts must have in common."""
+        parts = [None if part is None else (part.dtype, part.shape) for part in self.parts.values()]
+        return (*parts, self.form, self.group, self.has_offset)
+
+
+def _pack(weight: QuantTensor, rows: Rows, dtype: torch.dtype) -> _Packed:
+    places = _packed_places(rows, weight.shape[0], weight.device)
+    weight = _in_order(_per_row(weight), places)
+    if weight.grid.bits <= 4:
+        nibbles = nibble_weight.pack(weight, dtype=dtype, device=weight.device)
+        parts = {name: getattr(nibbles, name) for name in _PARTS}
+        has_offset = nibbles.offset is not None
+        return _Packed(parts, nibbles.table, nibbles.form, nibbles.group, has_offset)
+    width = _slice_width(weight)
+    in_bytes = byte_layout.pack(weight, device=weight.device, columns=width)
+    scale = in_bytes.scale
+    if scale is not None:  # groups of padded columns meet only zeros
+        groups = -(-in_bytes.codes.shape[0] * 2 * in_bytes.codes.shape[2] // weight.block[1])
+        missing = max(0, groups - scale.shape[0])
+        scale = torch.nn.functional.pad(scale, (0, 0, 0, missing))
+    form = "int8" if in_bytes.form == "int" else in_bytes.form
+    parts = {"words": in_bytes.codes, "scale": scale, "zero": None, "outer": in_bytes.outer}
+    return _Packed(parts, None, form, min(weight.block[1], weight.shape[1]), has_offset=False)
+
+
+# -- putting experts together ------------------------------------------------------------------
+
+
+class ExpertStack:
+    """The weights of experts, packed one by one into their places.
+
+    Args:
+        experts: E.
+        rows: How rows of a weight are ordered.
+        dtype: dtype of inputs.
+    """
+
+    def __init__(self, experts: int, rows: Rows, dtype: torch.dtype) -> None:
+        self.experts, self.rows, self.dtype = experts, rows, dtype
+        self._first: _Packed | None = None
+        self._parts: dict[str, Tensor] = {}
+        self._small: dict[int, dict[str, Any]] = {}
+        self._shape = (0, 0)
+
+    def add(self, expert: int, weight: QuantTensor) -> str | None:
+        """Pack one expert on its device; return why it cannot join the others, or None."""
+        reason = why_not(weight)
+        if reason is not None:
+            return reason
+        packed = _pack(weight, self.rows, self.dtype)
+        if packed.has_offset:
+            return "zero points are no small whole numbers"
+        if self._first is None:
+            self._start(packed, weight.shape)
+        assert self._first is not None, "started"
+        if (packed.kind, weight.device) != (self._first.kind, self._parts["words"].device):
+            return "experts are quantized in different ways"
+        for name, place in self._parts.items():
+            part = packed.parts[name]
+            assert part is not None, "experts are alike"
+            _bytes(place[expert]).copy_(_bytes(part))
+        self._small[expert] = {k: v for k, v in vars(weight).items() if k != "codes"}
+        return None
+
+    def _start(self, packed: _Packed, shape: tuple[int, int]) -> None:
+        self._shape = shape
+        for name, part in packed.parts.items():
+            if part is not None:
+                self._parts[name] = part.new_empty((self.experts, *part.shape))
+        kept: dict[str, Tensor | None] = {
+            name: None if part is None else part.new_empty(part.shape, device="meta")
+            for name, part in packed.parts.items()
+        }
+        self._first = replace(packed, parts=kept)
+
+    def taken_out(self, expert: int) -> QuantTensor:
+        """Return an expert as it was added."""
+        assert self._first is not None, "an expert was added"
+        words = self._parts["words"][expert]
+        codes = _codes_of(words, self._first.form, self._shape[1])
+        codes = codes[_natural_places(self.rows, self._shape[0], codes.device)]
+        small = self._small[expert]
+        grid = small["grid"]
+        if grid.storage == torch.int8 and grid.bits <= 4:
+            codes = codes.view(torch.int8) - 8
+        return QuantTensor(codes=codes.view(grid.storage), **small)
+
+    def finished(self, biases: list[Tensor] | None) -> GroupedWeight:
+        """Return the weight of all experts, with biases [N] of each, or None."""
+        assert self._first is not None and len(self._small) == self.experts, "all were added"
+        self._small = {}
+        bias = None
+        if biases is not None:
+            device = self._parts["words"].device
+            places = _packed_places(self.rows, self._shape[0], device).clamp(min=0)
+            bias = torch.stack(biases).to(device).float()[:, places].contiguous()
+        return GroupedWeight(
+            words=self._parts["words"],
+            scale=self._parts.get("scale"),
+            zero=self._parts.get("zero"),
+            outer=self._parts.get("outer"),
+            bias=bias,
+            table=self._first.table,
+            form=self._first.form,
+            group=self._first.group,
+            rows=self.rows,
+            out_features=self._shape[0],
+            in_features=self._shape[1],
+        )
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.view(torch.uint8) if part.itemsize == 1 else part
