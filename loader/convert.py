@@ -20,6 +20,7 @@ from quantload.loader.early_sync import EarlySync
 from quantload.loader.growing_digests import GrowingDigests
 from quantload.loader.manifest import MANIFEST, manifest
 from quantload.loader.model_card import CARD, model_card
+from quantload.loader.page_locked import own_stream
 from quantload.loader.plan import Plan
 from quantload.loader.ranks import Ranks
 from quantload.loader.row_reader import RowReader
@@ -115,7 +116,8 @@ def _work(
 
     @contextmanager
     def worker() -> Iterator[Callable[[Task], None]]:
-        with files_kept_open(), closing(RowReader(resources.device)) as reader:
+        device = resources.device
+        with own_stream(device), files_kept_open(), closing(RowReader(device)) as reader:
             yield partial(do, TaskRunner(WeightRows(plan, reader), files))
 
     def finished(task: Task) -> None:

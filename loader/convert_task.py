@@ -17,7 +17,9 @@ from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.checksum import WORD
 from quantload.loader.encoded_rows import encoded_rows
 from quantload.loader.output_files import OutputTensor
+from quantload.loader.page_locked import Ring
 from quantload.loader.plan import Plan, PlanRow
+from quantload.loader.row_reader import CHUNK_BYTES
 from quantload.loader.tasks import Task
 from quantload.loader.weight_rows import WeightRows
 from quantload.loader.writer import OutputFiles
@@ -36,6 +38,9 @@ class TaskRunner:
     files: OutputFiles
     _checksum: int = 0
     _num_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._copies = Ring(self.weights.reader.device)
 
     @property
     def plan(self) -> Plan:
@@ -85,7 +90,7 @@ class TaskRunner:
         """Copy the bytes of a tensor from its byte `start` on."""
         done = 0
         while done < output.num_bytes:
-            many = min(self.weights.reader.chunk_bytes, output.num_bytes - done)
+            many = min(CHUNK_BYTES, output.num_bytes - done)
             piece = self.weights.reader.read(entry, start + done, many)
             self._checksum += self.files.write_bytes(output.name, piece.numpy().data, start=done)
             self._num_bytes += many
@@ -104,7 +109,7 @@ class TaskRunner:
             self._write(output.name, rows, first_row=start)
 
     def _write(self, name: str, tensor: Tensor, *, first_row: int = 0) -> None:
-        self._checksum += self.files.write(name, tensor, first_row=first_row)
+        self._checksum += self.files.write(name, tensor, first_row=first_row, copies=self._copies)
         self._num_bytes += tensor.nbytes
 
     # -- weights that are quantized ------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 
+from quantload.loader.page_locked import RING_BYTES
 from quantload.loader.plan import Plan
-from quantload.loader.row_reader import GPU_CHUNK_BYTES
 from quantload.loader.source_view import ViewReader
 from quantload.loader.tasks import tasks_of
 from quantload.loader.workers import Resources, most_at_a_time
@@ -26,8 +26,8 @@ def peak_memory(plan: Plan, resources: Resources) -> int:
     needs = [task.working_bytes for task in tasks_of(plan)]
     threads = resources.threads()
     at_a_time = most_at_a_time(needs, threads=threads, memory=resources.memory)
-    if resources.device.type != "cpu":  # chunks for a GPU are larger, and come back from it
-        at_a_time += 2 * threads * GPU_CHUNK_BYTES
+    if resources.device.type != "cpu":  # one way and back
+        at_a_time += 2 * threads * RING_BYTES
     return beside_tasks(plan) + at_a_time
 
 

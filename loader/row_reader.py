@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from quantload.errors import CheckpointError
 from quantload.loader.checkpoint import TensorEntry, file_ends
+from quantload.loader.page_locked import Ring
 from quantload.loader.plan_row import SourceRegion
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 
@@ -27,17 +29,19 @@ class RowReader:
     """Reads tensors of safetensors files; used by one thread.
 
     Args:
-        device: Where rows are needed. For a GPU the buffer is page-locked, and chunks are larger.
+        device: Where rows are needed. For a GPU they are read through page-locked buffers, and
+            chunks are larger.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._ring = Ring(device)
         self._open: dict[Path, int] = {}
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that are read at a time."""
+        """Bytes of a weight that are in work at a time."""
         return CHUNK_BYTES if self.device.type == "cpu" else GPU_CHUNK_BYTES
 
     def close(self) -> None:
@@ -48,7 +52,7 @@ class RowReader:
 
     def shrink(self) -> None:
         """Give back a buffer that has grown for a weight in one piece."""
-        if self._buffer.numel() > 2 * self.chunk_bytes:
+        if self._buffer.numel() > 2 * CHUNK_BYTES:
             self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def rows(
@@ -68,42 +72,51 @@ class RowReader:
             many = rows_of(self.chunk_bytes, region.row_stride * entry.dtype.itemsize, step)
         for start in range(0, region.rows, many):
             stop = min(region.rows, start + many)
-            yield start, self.read_rows(entry, region, start, stop).to(self.device)
+            yield start, self.read_rows(entry, region, start, stop)
 
     def read_rows(self, entry: TensorEntry, region: SourceRegion, start: int, stop: int) -> Tensor:
-        """Read rows start..stop of a weight: [stop - start, K] in the buffer."""
+        """Read rows start..stop of a weight: [stop - start, K] on the device."""
         size = entry.dtype.itemsize
         elements = (stop - start - 1) * region.row_stride + region.columns
-        first = region.first + start * region.row_stride
-        raw = self.read(entry, first * size, elements * size).view(entry.dtype)
-        return raw.as_strided((stop - start, region.columns), (region.row_stride, 1))
+        first, num_bytes = (region.first + start * region.row_stride) * size, elements * size
+        if self.device.type == "cpu":
+            raw = self.read(entry, first, num_bytes)
+        else:
+            raw = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            self._ring.fill(raw, partial(self._fill, entry, first))
+        floats = raw.view(entry.dtype)
+        return floats.as_strided((stop - start, region.columns), (region.row_stride, 1))
 
     def read(self, entry: TensorEntry, start: int, num_bytes: int) -> Tensor:
-        """Read bytes of a tensor from its byte `start` on: [num_bytes] uint8 in the buffer.
+        """Read bytes of a tensor from its byte `start` on: [num_bytes] uint8 in host memory.
+
+        They are valid until the next are asked for.
 
         Raises:
             HeaderError: The file is shorter than its header says.
             CheckpointError: It cannot be read.
         """
         if self._buffer.numel() < num_bytes:
-            is_pinned = self.device.type == "cuda"
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
         piece = self._buffer[:num_bytes]
-        data = piece.numpy().data
+        self._fill(entry, start, piece.numpy().data, 0)
+        return piece
+
+    def _fill(self, entry: TensorEntry, start: int, data: memoryview, at: int) -> None:
+        """Read what is from byte `start + at` of a tensor on."""
         done = 0
         try:
             descriptor = self._descriptor(entry.file)
-            while done < num_bytes:
-                position = entry.start + start + done
+            while done < len(data):
+                position = entry.start + start + at + done
                 got = os.preadv(descriptor, [data[done:]], position)
                 if not got:
-                    raise file_ends(entry, start + done)
+                    raise file_ends(entry, start + at + done)
                 done += got
         except OSError as error:
             raise CheckpointError(
                 f"cannot read `{entry.file}`: {error.strerror or error}"
             ) from error
-        return piece
 
     def _descriptor(self, file: Path) -> int:
         if file not in self._open:
@@ -133,6 +146,7 @@ def pieces(weight: Tensor, *, step: int | None) -> Iterator[tuple[int, Tensor]]:
     """Yield (first row, rows) of a weight [N, K] that is in memory, as `RowReader.rows` does."""
     many = weight.shape[0]
     if step is not None:
-        many = rows_of(CHUNK_BYTES, weight[:1].nbytes, step)
+        num_bytes = CHUNK_BYTES if weight.device.type == "cpu" else GPU_CHUNK_BYTES
+        many = rows_of(num_bytes, weight[:1].nbytes, step)
     for start in range(0, weight.shape[0], max(1, many)):
         yield start, weight[start : start + many]

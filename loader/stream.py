@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quantload.loader.file_reader import FileReader
+from quantload.loader.page_locked import Buffer
 from quantload.loader.runs import GAP_BYTES, Fetch, Read, plan_reads
 
 MIB = 1 << 20
@@ -64,30 +65,6 @@ class Settings:
                 threads=min(4, cores), read_bytes=16 * MIB, ahead_bytes=64 * MIB, has_buffers=False
             )
         return cls(threads=min(12, cores), read_bytes=8 * MIB)  # measured on an H200, 16 cores
-
-
-class _Buffer:
-    """Memory between a file and a device."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.memory = _page_locked(num_bytes) if device.type == "cuda" else None
-        if self.memory is None:
-            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
-        self.view = self.memory.numpy().data
-        self.event: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        """Wait until nothing is copied from it any more."""
-        if self.event is not None:
-            self.event.synchronize()
-
-
-def _page_locked(num_bytes: int) -> Tensor | None:
-    """Return memory that a GPU copies from by itself; None where the system refuses it."""
-    try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:
-        return None
 
 
 class Stream:
@@ -221,7 +198,7 @@ class Stream:
     # -- reading -------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        buffers = list[_Buffer]()
+        buffers = list[Buffer]()
         try:
             with self._on_copies():
                 while (read := self._taken()) is not None:
@@ -247,7 +224,7 @@ class Stream:
                 self._has_room.wait()
             return None
 
-    def _fetch(self, read: Read, buffers: list[_Buffer]) -> None:
+    def _fetch(self, read: Read, buffers: list[Buffer]) -> None:
         error: BaseException | None = None
         try:
             if self.settings.has_buffers:
@@ -262,21 +239,19 @@ class Stream:
             if self._awaited is read:
                 self._arrived.notify_all()
 
-    def _read_through_buffer(self, read: Read, buffers: list[_Buffer]) -> None:
+    def _read_through_buffer(self, read: Read, buffers: list[Buffer]) -> None:
         if len(buffers) < _BUFFERS:
-            buffer = _Buffer(self.settings.read_bytes, self.device)
+            buffer = Buffer(self.settings.read_bytes, self.device)
         else:
             buffer = buffers.pop(0)
         buffers.append(buffer)
         buffer.wait()
         self._files.fill(read, [buffer.view[: read.num_bytes]])
-        assert buffer.memory is not None, "made with it"
         for part in read.parts:
             place = self._memory_of(part.fetch)[part.to : part.to + part.num_bytes]
             place.copy_(buffer.memory[part.at : part.at + part.num_bytes], non_blocking=True)
         if self._copies is not None:
-            buffer.event = read.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            buffer.event.record(self._copies)
+            read.event = buffer.record(self._copies)
 
     def _places_of(self, read: Read) -> list[memoryview]:
         """Return the memory of a read's parts, with something between them for the gaps."""

@@ -19,6 +19,7 @@ from quantload.errors import OutputError
 from quantload.loader.checksum import WORD, sum_of_words
 from quantload.loader.open import INDEX
 from quantload.loader.output_files import OutputFile, OutputTensor
+from quantload.loader.page_locked import Ring
 from quantload.loader.staging import output_error
 
 _PIECE = 1 << 22  # bytes that are read at a time to compute a checksum
@@ -99,13 +100,16 @@ class OutputFiles:
                 f"disk is too small: {needed} bytes needed, {free} free, at `{self.final}`"
             )
 
-    def write(self, name: str, tensor: Tensor, *, first_row: int = 0) -> int:
+    def write(
+        self, name: str, tensor: Tensor, *, first_row: int = 0, copies: Ring | None = None
+    ) -> int:
         """Write a tensor, or some of its rows, to its place.
 
         Args:
             name: Name in the output; must be in the plan.
             tensor: Must have the planned dtype and, but for the number of rows, shape.
             first_row: Row of the whole tensor at which it begins.
+            copies: Buffers for a tensor that is not on the CPU; None makes some.
 
         Returns:
             The checksum of what was written.
@@ -116,9 +120,12 @@ class OutputFiles:
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} from row {first_row} on, planned were "
             f"{planned.dtype} {planned.shape}"
         )
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         start = first_row * (planned.num_bytes // planned.shape[0]) if first_row else 0
-        return self.write_bytes(name, data, start=start)
+        if data.device.type == "cpu":
+            return self.write_bytes(name, data.numpy().data, start=start)
+        pieces = (copies or Ring(data.device)).pieces_of(data)
+        return sum(self.write_bytes(name, piece, start=start + at) for at, piece in pieces) & WORD
 
     def write_bytes(self, name: str, data: memoryview, *, start: int) -> int:
         """Write bytes of a tensor from its byte `start` on; returns their checksum."""

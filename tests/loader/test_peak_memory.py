@@ -103,7 +103,7 @@ def test_arithmetic(tmp_path):
     assert peak_memory(plan, limited) == BESIDE + needs[-1] + 1
     assert verification_memory(plan, two) > BESIDE
     on_gpu = Resources(workers=2, device=torch.device("cuda"))
-    assert peak_memory(plan, on_gpu) == peak_memory(plan, two) + 4 * module.GPU_CHUNK_BYTES
+    assert peak_memory(plan, on_gpu) == peak_memory(plan, two) + 4 * module.RING_BYTES
 
 
 def test_peak_rss_counts_bytes():

@@ -1,0 +1,132 @@
+"""Page-locked memory between files and a GPU, which copies to and from it by itself.
+
+A copy between a GPU and other memory goes through a buffer of the driver, and the thread waits for
+it. Pieces are small, so that they are still in the cache when the GPU, or the system, takes them
+over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+PIECE_BYTES = 1 << 22
+_BUFFERS = 2  # one is filled while the other one is copied
+RING_BYTES = _BUFFERS * PIECE_BYTES
+
+
+class Buffer:
+    """Memory between a file and a device.
+
+    Args:
+        num_bytes: Its size.
+        device: On the other side; memory is page-locked for a GPU, if the system allows it.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        memory = _page_locked(num_bytes) if device.type == "cuda" else None
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory
+        self.view = self.memory.numpy().data
+        self.event: torch.cuda.Event | None = None
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Note that what a stream was given until now uses it."""
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+        return self.event
+
+    def wait(self) -> None:
+        """Wait until nothing is copied to or from it any more; other threads run meanwhile."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+def _page_locked(num_bytes: int) -> Tensor | None:
+    """Return memory that a GPU copies from by itself; None where the system refuses it."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return None
+
+
+class Ring:
+    """Buffers that one thread uses in turn, in one direction.
+
+    Args:
+        device: Where tensors are.
+        piece_bytes: Size of a buffer.
+    """
+
+    def __init__(self, device: torch.device, *, piece_bytes: int = PIECE_BYTES) -> None:
+        self.device, self.piece_bytes = device, piece_bytes
+        self._buffers: list[Buffer] = []
+
+    def _next(self) -> Buffer:
+        """Return the buffer whose turn it is; nothing is copied from it any more."""
+        if len(self._buffers) < _BUFFERS:
+            buffer = Buffer(self.piece_bytes, self.device)
+        else:
+            buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        buffer.wait()
+        return buffer
+
+    def _copied(self, buffer: Buffer) -> None:
+        if self.device.type == "cuda":
+            buffer.record(torch.cuda.current_stream(self.device))
+
+    def fill(self, place: Tensor, read: Callable[[memoryview, int], None]) -> None:
+        """Read into a tensor on the device, and return once the last copy is done.
+
+        Args:
+            place: [bytes] uint8.
+            read: Fills memory with what is from a byte of `place` on.
+        """
+        for at in range(0, place.numel(), self.piece_bytes):
+            part = place[at : at + self.piece_bytes]
+            buffer = self._next()
+            read(buffer.view[: part.numel()], at)
+            part.copy_(buffer.memory[: part.numel()], non_blocking=True)
+            self._copied(buffer)
+        for buffer in self._buffers:  # who computes next would wait in a loop that takes a core
+            buffer.wait()
+
+    def pieces_of(self, tensor: Tensor) -> Iterator[tuple[int, memoryview]]:
+        """Yield (first byte, bytes) of a tensor [bytes] uint8 on the device.
+
+        Bytes are valid until the next are asked for, while those are copied already.
+        """
+        waiting: tuple[int, Buffer, int] | None = None
+        for at in range(0, tensor.numel(), self.piece_bytes):
+            part = tensor[at : at + self.piece_bytes]
+            buffer = self._next()
+            buffer.memory[: part.numel()].copy_(part, non_blocking=True)
+            self._copied(buffer)
+            if waiting is not None:
+                yield self._arrived(*waiting)
+            waiting = at, buffer, part.numel()
+        if waiting is not None:
+            yield self._arrived(*waiting)
+
+    def _arrived(self, at: int, buffer: Buffer, num_bytes: int) -> tuple[int, memoryview]:
+        buffer.wait()
+        return at, buffer.view[:num_bytes]
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Let a thread compute and copy on a stream of its own: it waits for nobody else's work."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+
+__all__ = ["PIECE_BYTES", "RING_BYTES", "Buffer", "Ring", "own_stream"]
