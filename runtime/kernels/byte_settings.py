@@ -1,0 +1,136 @@
+"""How the GEMM with weights of one byte is launched: what was measured, else a rule.
+
+Letters: M tokens, N output features, K input features, C columns of a slice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from itertools import product
+
+import torch
+import triton
+
+from quantload.runtime.kernels.byte_layout import PackedBytes
+from quantload.runtime.launch_settings import find
+
+__all__ = [
+    "MOST_FUSED",
+    "Settings",
+    "candidates",
+    "card",
+    "functions_for",
+    "kernel_name",
+    "rule",
+    "settings_for",
+]
+
+MOST_FUSED = 512  # tokens from which on the weight is dequantized for cuBLAS
+Settings = Mapping[str, int]
+
+
+@functools.cache
+def card(device: torch.device) -> tuple[int, int, bool]:
+    """Return the processors, bytes of shared memory of a program, and whether launches overlap."""
+    if device.type != "cuda":
+        return 8, 1 << 20, False  # the interpreter; few processors, so that small tests split K
+    properties = torch.cuda.get_device_properties(device)
+    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return properties.multi_processor_count, shared, properties.major >= 9
+
+
+def kernel_name(form: str, grouped: bool) -> str:
+    """Return the name under which settings are kept."""
+    return f"byte {form} {'groups' if grouped else 'channel'}"
+
+
+def rule(m: int, n: int, k: int, columns: int, processors: int, shared: int) -> dict[str, int]:
+    """Return settings for shapes that were not measured.
+
+    Args:
+        m: Tokens.
+        n: Output features.
+        k: Input features.
+        columns: C.
+        processors: Of the device.
+        shared: Bytes of shared memory that a program may use.
+    """
+    if m >= MOST_FUSED:
+        return {"dequantize": 1}
+    tokens = max(8, min(128, triton.next_power_of_2(m)))
+    rows, warps, stages, step = (64, 4, 4, columns) if tokens <= 64 else (128, 8, 3, columns)
+    while stages > 2 and _shared_bytes(rows, tokens, step, stages) > shared:
+        stages -= 1
+    tiles = -(-n // rows) * -(-m // tokens)
+    blocks = -(-k // (2 * columns))
+    wanted = (4 if tokens <= 16 else 2) * processors // tiles
+    splits = max(1, min(wanted, blocks // 4, 16))
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "warps": warps,
+        "stages": stages,
+        "step": step,
+        "splits": splits,
+    }
+
+
+def _shared_bytes(rows: int, tokens: int, step: int, stages: int) -> int:
+    return 2 * step * (rows + 2 * tokens) * stages
+
+
+def candidates(m: int, n: int, k: int, columns: int = 64) -> Iterator[dict[str, int]]:
+    """Yield settings worth measuring on a card with 227 KiB of shared memory and 132 processors."""
+    tokens = max(8, min(128, triton.next_power_of_2(m)))
+    blocks = -(-k // (2 * columns))
+    shapes = ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4)) if m <= 64 else ((64, 4), (128, 4))
+    seen = set()
+    for (rows, warps), stages, load in product(shapes, (3, 4, 6), (1, 2, 4, 8)):
+        if warps > rows // 16 or _shared_bytes(rows, tokens, columns, stages) > 200_000:
+            continue
+        tiles = -(-n // rows) * -(-m // tokens)
+        splits = max(1, min(blocks, round(132 * load / tiles)))
+        key = (rows, tokens, warps, stages, columns, splits)
+        if key not in seen:
+            seen.add(key)
+            yield dict(
+                zip(("rows", "tokens", "warps", "stages", "step", "splits"), key, strict=True)
+            )
+
+
+def settings_for(
+    form: str, grouped: bool, device: torch.device, m: int, n: int, k: int, columns: int
+) -> Settings:
+    """Return what was measured on this card, else the rule's choice."""
+    processors, shared, _ = card(device)
+    settings = find(kernel_name(form, grouped), device, m=m, n=n, k=k)
+    if settings is None or not _fits(settings, columns, shared):
+        settings = rule(m, n, k, columns, processors, shared)
+    return settings
+
+
+def functions_for(packed: PackedBytes, tokens: int) -> tuple[str, ...]:
+    """Return the device functions of a call with `tokens` tokens, cuBLAS's own as "cuBLAS"."""
+    if tokens == 0:
+        return ()
+    settings = settings_for(
+        packed.form,
+        packed.scale is not None,
+        packed.codes.device,
+        tokens,
+        packed.out_features,
+        packed.in_features,
+        packed.slice_columns,
+    )
+    if settings.get("dequantize"):
+        return ("byte_dequantize_kernel", "cuBLAS")
+    return ("byte_gemm_kernel",)
+
+
+def _fits(settings: Settings, columns: int, shared: int) -> bool:
+    """True if settings that were measured for one layout serve this one on this card."""
+    if settings.get("dequantize"):
+        return True
+    needed = _shared_bytes(*(settings[name] for name in ("rows", "tokens", "step", "stages")))
+    return settings["step"] <= columns and needed <= shared
