@@ -33,7 +33,6 @@ from quantload.runtime.kernels.split_locks import split_locks
 __all__ = ["kernels_for", "nibble_linear", "run"]
 
 _DENSE_ELEMENTS = 1 << 27  # of a dequantized part: 256 MiB
-_OF_FORM = ("int", "uint", "zero", "e2m1", "table")
 
 
 def nibble_linear(x: Tensor, weight: NibbleWeight, bias: Tensor | None = None) -> Tensor:
@@ -65,6 +64,7 @@ def nibble_linear(x: Tensor, weight: NibbleWeight, bias: Tensor | None = None) -
         weight.table,
         bias,
         weight.form,
+        weight.kind,
         weight.group,
     )
     return y.reshape(*x.shape[:-1], weight.rows)
@@ -82,11 +82,12 @@ def _gemm(
     table: Tensor | None,
     bias: Tensor | None,
     form: str,
+    kind: str,
     group: int,
 ) -> Tensor:
     """Multiply x [M, K] with the parts of a `NibbleWeight`; returns [M, N] in x's dtype."""
     weight = NibbleWeight(
-        words, scale, zero, offset, outer, columns, table, form, x.shape[1], group, x.dtype
+        words, scale, zero, offset, outer, columns, table, form, kind, x.shape[1], group, x.dtype
     )
     if x.shape[0] == 0:
         return x.new_empty(0, weight.rows)
@@ -146,23 +147,13 @@ def _is_aligned(x: Tensor) -> bool:
 def _form(weight: NibbleWeight) -> dict[str, Any]:
     """What kernels are specialised for by a weight."""
     columns = weight.words.shape[2]
-    kind = "none"
-    if weight.scale is not None:
-        one_byte = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
-        kind = one_byte.get(weight.scale.dtype, "float")
     slices = 4 if weight.group >= weight.features else min(weight.group // columns, 4)
-    return {"C": columns, "FORM": weight.form, "KIND": kind, "GROUP_SLICES": slices}
+    return {"C": columns, "FORM": weight.form, "KIND": weight.kind, "GROUP_SLICES": slices}
 
 
 def _blocks_per_group(weight: NibbleWeight) -> int:
     blocks, _, columns = weight.words.shape
     return blocks if weight.group >= weight.features else max(weight.group // (4 * columns), 1)
-
-
-def _scale(weight: NibbleWeight) -> Tensor | None:
-    if weight.scale is not None and weight.scale.dtype == torch.float8_e4m3fn:
-        return weight.scale.view(torch.uint8)  # sm_80 has no FP8
-    return weight.scale
 
 
 def _scratch(x: Tensor, plan: Plan, tiles: int) -> tuple[Tensor | None, Tensor | None]:
@@ -182,13 +173,13 @@ def _decode(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, ou
     if plan.tma:
         words = _described(weight.words.view(-1, columns), [plan.rows, columns])
     decode_kernel[(tiles, plan.splits)](
-        x, words, _scale(weight), weight.zero, weight.offset, weight.outer, weight.table, bias, out,
+        x, words, weight.scale, weight.zero, weight.offset, weight.outer, weight.table, bias, out,
         *_scratch(x, plan, tiles),
         m, n, x.shape[1], blocks, x.stride(0), plan.splits, _blocks_per_group(weight),
         BN=plan.rows, BM=plan.tokens, **_form(weight), AFTER=plan.after,
         SPLIT=plan.splits > 1, TMA=plan.tma, EVEN_K=x.shape[1] == blocks * 4 * columns,
         TILES=plan.swizzle, EARLY=early, PREFETCH=plan.prefetch if early and not plan.tma else 0,
-        STAGES=plan.stages, INTERPRETED=INTERPRETED.value,
+        STAGES=plan.stages, UNROLL=plan.unroll, INTERPRETED=INTERPRETED.value,
         num_warps=plan.warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
@@ -202,7 +193,7 @@ def _mid(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: 
     mid_kernel[(tiles, plan.splits)](
         _described(x, [plan.tokens, step]),
         _described(weight.words.view(-1, columns), [plan.rows, step]),
-        _scale(weight), weight.zero, weight.outer, weight.table, bias, out,
+        weight.scale, weight.zero, weight.outer, weight.table, bias, out,
         *_scratch(x, plan, tiles),
         m, n, blocks, plan.splits, _blocks_per_group(weight),
         BN=plan.rows, BM=plan.tokens, STEP=step, **_form(weight), AFTER=plan.after,
@@ -245,7 +236,7 @@ def dense_rows(weight: NibbleWeight, start: int, stop: int, like: Tensor) -> Ten
     out = like.new_empty(stop - start, features)
     tile = min(64, triton.next_power_of_2(max(stop - start, 1)))
     dense_kernel[(blocks, triton.cdiv(stop - start, tile))](
-        weight.words, _scale(weight), weight.zero, weight.offset, weight.outer, weight.table, out,
+        weight.words, weight.scale, weight.zero, weight.offset, weight.outer, weight.table, out,
         n, features, start, stop - start, _blocks_per_group(weight),
         BN=tile, **_form(weight), INTERPRETED=INTERPRETED.value, num_warps=4,
     )  # fmt: skip

@@ -19,10 +19,12 @@ import triton.language as tl
 
 from quantload.runtime.kernels.dependent_launch import let_next_start, wait_for_previous
 from quantload.runtime.kernels.nibble_groups import (
+    ask_for,
     four_scales,
     four_zeros,
     group_row,
     plus_block,
+    raw_groups,
 )
 from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
 
@@ -91,20 +93,27 @@ def decode_kernel(
     BN: tl.constexpr, BM: tl.constexpr, C: tl.constexpr,
     FORM: tl.constexpr, KIND: tl.constexpr, GROUP_SLICES: tl.constexpr, AFTER: tl.constexpr,
     SPLIT: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, TILES: tl.constexpr,
-    EARLY: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    EARLY: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Write out [M, N]; partial [tiles, splits, BN, BM] float32 and locks [tiles] serve SPLIT."""
+    """Write out [M, N].
+
+    UNROLL divides the number of blocks. Sums [tiles, splits, BN, BM] float32 and counters [tiles]
+    serve SPLIT.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
+    LATE: tl.constexpr = AFTER and KIND != "none"
+    ASKS: tl.constexpr = not INTERPRETED and KIND != "none" and (not LATE or C < 64)
     tile, part = tl.program_id(0), tl.program_id(1)
     pn, pm = tile_of(tile, (N + BN - 1) // BN, (M + BM - 1) // BM, TILES)
     n = pn * BN + tl.arange(0, BN)
     m = pm * BM + tl.arange(0, BM)
     i = tl.arange(0, C)
     rows = tl.minimum(n, N - 1)
-    first = part * blocks // splits
-    last = (part + 1) * blocks // splits
+    first = part * (blocks // UNROLL) // splits * UNROLL
+    last = (part + 1) * (blocks // UNROLL) // splits * UNROLL
     let_next_start(EARLY)
-    if PREFETCH > 0:
+    if PREFETCH > 0 and not TMA:
         start = words + (first.to(tl.int64) * N + pn * BN) * C
         _prefetch(start, BN * C * 2, last - first, N.to(tl.int64) * C * 2, BN * C // 512 * PREFETCH)
     wait_for_previous(EARLY)
@@ -116,22 +125,36 @@ def decode_kernel(
     one = tl.full((BN, C), 1.0, dtype)
     ones = (one, one, one, one)
     acc = tl.full((BN, BM), 0.0, tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
-        if TMA:
-            w = words.load([block * N + pn * BN, 0])
-        else:
-            w = tl.load(wp, eviction_policy="evict_first")
-            wp += N * C
-        inputs = four_inputs(xp, inside, block * 4 * C + i[:, None], K, C, EVEN_K)
-        xp += 4 * C
-        row = group_row(block, blocks_per_group, GROUP_SLICES)
-        zeros = four_zeros(zero, row, rows, N, FORM, GROUP_SLICES)
-        values = unpack4(w, zeros, registers, FORM, dtype, INTERPRETED)
-        scales = four_scales(scale, row, rows, N, KIND, GROUP_SLICES)
-        acc = plus_block(acc, values, inputs, scales, KIND, GROUP_SLICES, AFTER)
-        if offset is not None:
-            offsets = four_scales(offset, row, rows, N, "float", GROUP_SLICES)
-            acc = plus_block(acc, ones, inputs, offsets, "float", GROUP_SLICES, True)
+    row = group_row(first, blocks_per_group, GROUP_SLICES)
+    raw_scale = raw_groups(scale, row, rows, N, LATE)
+    for step in tl.range(first, last, UNROLL, num_stages=STAGES):
+        for u in tl.static_range(UNROLL):
+            block = step + u
+            if TMA:
+                w = words.load([block * N + pn * BN, 0])
+            else:
+                w = tl.load(wp, eviction_policy="evict_first")
+                wp += N * C
+            inputs = four_inputs(xp, inside, block * 4 * C + i[:, None], K, C, EVEN_K)
+            xp += 4 * C
+            # NOTE: what meets values must be loaded in the same round, or their layout is lost:
+            # its line is asked for before. What meets sums is loaded a round ahead.
+            row = group_row(block, blocks_per_group, GROUP_SLICES)
+            ahead = group_row(tl.minimum(block + 1, last - 1), blocks_per_group, GROUP_SLICES)
+            next_scale = raw_groups(scale, ahead, rows, N, LATE)
+            zeros = four_zeros(raw_groups(zero, row, rows, N, FORM == "zero"), FORM, GROUP_SLICES)
+            values = unpack4(w, zeros, registers, FORM, dtype, INTERPRETED)
+            here = raw_scale if LATE else raw_groups(scale, row, rows, N, KIND != "none")
+            scales = four_scales(here, KIND, GROUP_SLICES)
+            far = tl.minimum(block + 2 * UNROLL, last - 1)
+            far = group_row(far, blocks_per_group, GROUP_SLICES)
+            ask_for(zero, far, pn * BN, N, FORM == "zero" and not INTERPRETED)
+            ask_for(scale, far, pn * BN, N, ASKS)
+            acc = plus_block(acc, values, inputs, scales, KIND, GROUP_SLICES, AFTER)
+            if offset is not None:
+                offsets = four_scales(raw_groups(offset, row, rows, N, True), "fp32", GROUP_SLICES)
+                acc = plus_block(acc, ones, inputs, offsets, "fp32", GROUP_SLICES, True)
+            raw_scale = next_scale
     if not SPLIT:
         finished(acc, n, m, N, M, outer, bias, out, N)
     else:

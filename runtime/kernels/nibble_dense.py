@@ -13,7 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantload.runtime.kernels.nibble_groups import four_scales, four_zeros, group_row
+from quantload.runtime.kernels.nibble_groups import (
+    four_scales,
+    four_zeros,
+    group_row,
+    raw_groups,
+)
 from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
 
 __all__ = ["dense_kernel", "gather_kernel"]
@@ -34,14 +39,16 @@ def dense_kernel(
     rows = tl.minimum(start + n, N - 1)
     w = tl.load(words + block.to(tl.int64) * N * C + rows[:, None] * C + i)
     row = group_row(block, blocks_per_group, GROUP_SLICES)
-    zeros = four_zeros(zero, row, rows, N, FORM, GROUP_SLICES)
+    zeros = four_zeros(raw_groups(zero, row, rows, N, FORM == "zero"), FORM, GROUP_SLICES)
     registers = table_registers(table, FORM, INTERPRETED)
     w0, w1, w2, w3 = unpack4(w, zeros, registers, FORM, dtype, INTERPRETED)
-    s0, s1, s2, s3 = four_scales(scale, row, rows, N, KIND, GROUP_SLICES)
+    scales = raw_groups(scale, row, rows, N, KIND != "none")
+    s0, s1, s2, s3 = four_scales(scales, KIND, GROUP_SLICES)
     v0, v1 = w0.to(tl.float32) * s0, w1.to(tl.float32) * s1
     v2, v3 = w2.to(tl.float32) * s2, w3.to(tl.float32) * s3
     if offset is not None:
-        o0, o1, o2, o3 = four_scales(offset, row, rows, N, "float", GROUP_SLICES)
+        offsets = four_scales(raw_groups(offset, row, rows, N, True), "fp32", GROUP_SLICES)
+        o0, o1, o2, o3 = offsets
         v0, v1, v2, v3 = v0 + o0, v1 + o1, v2 + o2, v3 + o3
     if outer is not None:
         factor = tl.load(outer + rows)[:, None]

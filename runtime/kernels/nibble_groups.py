@@ -1,7 +1,8 @@
 """What meets the values of codes in the nibble GEMM kernels: scales, zero points and offsets.
 
 A block of four slices of C columns meets one group for each slice, one for each pair, or one for
-all four; there a group may be many blocks long.
+all four; there a group may be many blocks long. What the slices of a block meet lies side by side
+in one integer for each output feature, so a kernel loads it at once.
 """
 
 from __future__ import annotations
@@ -9,87 +10,104 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["four_scales", "four_zeros", "group_row", "plus_block", "scale_values"]
-
-
-@triton.jit
-def scale_values(raw, KIND: tl.constexpr):
-    """Turn stored scales into float32.
-
-    Args:
-        raw: float, or uint8 of the kinds "e8m0" (a power of two) and "e4m3".
-        KIND: "float", "e8m0" or "e4m3".
-    """
-    if KIND == "e8m0":
-        exponent = raw.to(tl.int32)
-        bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
-        bits = tl.where(exponent == 255, 0x7FC00000, bits)
-        return bits.to(tl.float32, bitcast=True)
-    elif KIND == "e4m3":
-        # in the place of a float32's exponent, 120 too small; exact for subnormals too
-        code = raw.to(tl.int32)
-        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-        return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
-    else:
-        return raw.to(tl.float32)
+__all__ = ["ask_for", "four_scales", "four_zeros", "group_row", "plus_block", "raw_groups"]
 
 
 @triton.jit
 def group_row(block, blocks_per_group, GROUP_SLICES: tl.constexpr):
-    """Return the first group that a block of four slices meets."""
+    """Return the row of scales that a block of four slices meets."""
     if GROUP_SLICES == 4:
         return block // blocks_per_group
     else:
-        return block * (4 // GROUP_SLICES)
+        return block
 
 
 @triton.jit
-def four_scales(scale, row, n, N, KIND: tl.constexpr, GROUP_SLICES: tl.constexpr):
-    """Load the scales [BN, 1] float32 that the four slices of a block meet.
+def raw_groups(part, row, n, N, IS_THERE: tl.constexpr):
+    """Load what one block meets, one integer for each of the output features n, all below N."""
+    if IS_THERE:
+        return tl.load(part + row.to(tl.int64) * N + n)
+    else:
+        return 0
+
+
+@triton.jit
+def ask_for(part, row, n, N, IS_THERE: tl.constexpr):
+    """Ask for the first line of what one block meets from output feature n on."""
+    if IS_THERE:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
+            "=r,l", args=[(part + row.to(tl.int64) * N + n).to(tl.int64)], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _scale(raw, SLOT: tl.constexpr, KIND: tl.constexpr):
+    """Return scale SLOT of `raw` as float32."""
+    if KIND == "e8m0":
+        UP: tl.constexpr = 23 - 8 * SLOT
+        moved = raw << UP if UP >= 0 else raw >> -UP
+        return (moved & 0x7F800000).to(tl.float32, bitcast=True)
+    elif KIND == "e4m3":
+        # at the place of a float32's exponent, which is then 120 too small; exact for subnormals
+        UP: tl.constexpr = 20 - 8 * SLOT
+        moved = raw << UP if UP >= 0 else raw >> -UP
+        return (moved & 0x07F00000).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    elif KIND == "bf16":
+        half = raw if SLOT < 2 else (raw >> 32)
+        bits = half.to(tl.int32)
+        bits = bits << 16 if SLOT % 2 == 0 else bits & -65536
+        return bits.to(tl.float32, bitcast=True)
+    elif KIND == "fp16":
+        return (raw >> (16 * SLOT)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        tl.static_assert(KIND == "fp32", "unknown kind of scales")
+        return (raw >> (32 * SLOT)).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def four_scales(raw, KIND: tl.constexpr, GROUP_SLICES: tl.constexpr):
+    """Turn loaded scales into one [BN, 1] float32 for each slice; 1 where there are none.
 
     Args:
-        scale: [G, N] pointer.
-        row: First group of the block.
-        n: [BN] output features, below N.
-        N: Output features of the weight.
-        KIND: As in `scale_values`; "none" loads nothing.
-        GROUP_SLICES: Slices of a group in a block: 1, 2 or 4.
+        raw: [BN] integers of `raw_groups`: int32, int64 for more than 4 bytes.
+        KIND: "bf16", "fp16", "fp32", "e8m0" (powers of two), "e4m3" (without sign) or "none".
+        GROUP_SLICES: Slices that share a scale: 1, 2 or 4.
     """
     if KIND == "none":
         return 1.0, 1.0, 1.0, 1.0
-    place = scale + row.to(tl.int64) * N + n
-    s0 = scale_values(tl.load(place), KIND)[:, None]
-    if GROUP_SLICES == 4:
-        return s0, s0, s0, s0
-    elif GROUP_SLICES == 2:
-        s1 = scale_values(tl.load(place + N), KIND)[:, None]
-        return s0, s0, s1, s1
     else:
-        s1 = scale_values(tl.load(place + N), KIND)[:, None]
-        s2 = scale_values(tl.load(place + 2 * N), KIND)[:, None]
-        s3 = scale_values(tl.load(place + 3 * N), KIND)[:, None]
-        return s0, s1, s2, s3
+        s0 = _scale(raw, 0, KIND)[:, None]
+        if GROUP_SLICES == 4:
+            return s0, s0, s0, s0
+        elif GROUP_SLICES == 2:
+            s1 = _scale(raw, 1, KIND)[:, None]
+            return s0, s0, s1, s1
+        else:
+            return (
+                s0, _scale(raw, 1, KIND)[:, None],
+                _scale(raw, 2, KIND)[:, None], _scale(raw, 3, KIND)[:, None],
+            )  # fmt: skip
 
 
 @triton.jit
-def four_zeros(zero, row, n, N, FORM: tl.constexpr, GROUP_SLICES: tl.constexpr):
-    """Load the zero points [BN, 1] of the four slices of a block; nothing in forms without."""
+def four_zeros(raw, FORM: tl.constexpr, GROUP_SLICES: tl.constexpr):
+    """Return one [BN, 1] of zero points, bytes of loaded int32, for each slice.
+
+    In forms without zero points the four mean nothing.
+    """
     if FORM != "zero":
         return 0, 0, 0, 0
     else:
-        place = zero + row.to(tl.int64) * N + n
-        z0 = tl.load(place)[:, None]
+        z0 = (raw & 63)[:, None]
         if GROUP_SLICES == 4:
             return z0, z0, z0, z0
-        elif GROUP_SLICES == 2:
-            z1 = tl.load(place + N)[:, None]
+        z1 = ((raw >> 8) & 63)[:, None]
+        if GROUP_SLICES == 2:
             return z0, z0, z1, z1
         else:
-            return (
-                z0, tl.load(place + N)[:, None],
-                tl.load(place + 2 * N)[:, None], tl.load(place + 3 * N)[:, None],
-            )  # fmt: skip
+            return z0, z1, ((raw >> 16) & 63)[:, None], ((raw >> 24) & 63)[:, None]
 
 
 @triton.jit

@@ -100,7 +100,9 @@ def table_registers(table, FORM: tl.constexpr, INTERPRETED: tl.constexpr):
         FORM: As in `unpack4`.
         INTERPRETED: As in `unpack4`.
     """
-    if INTERPRETED or FORM != "table":
+    if FORM != "table":
+        return 0
+    elif INTERPRETED:
         return table
     else:
         return (
@@ -136,8 +138,7 @@ def unpack4(words, zero, table, FORM: tl.constexpr, dtype: tl.constexpr, INTERPR
         bias: tl.constexpr = 8.0 if FORM == "int" else 0.0
         start: tl.constexpr = -128.0 - bias if dtype == tl.bfloat16 else -1024.0 - bias
         low = tl.full(words.shape, start, dtype)
-        high = low if dtype == tl.bfloat16 else tl.full(words.shape, -64.0 - bias, dtype)
-        return _unpack4_plus(words, (low, high, low, high), dtype)
+        return _unpack4_bias(words, low, tl.full(words.shape, -64.0 - bias, dtype), dtype)
 
 
 @triton.jit
@@ -176,12 +177,14 @@ def _plain_values(code, zero, table, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _unpack4_zero(words, zero, dtype: tl.constexpr):
+    # NOTE: added outside of the asm; as its operand, the zero would be given the layout of another
+    # tile, and the values would go through shared memory.
     z0, z1, z2, z3 = zero
+    m0, m1, m2, m3 = _unpack4_magic(words, dtype)
     if dtype == tl.bfloat16:
-        lows = (_minus_128(z0), _minus_128(z1), _minus_128(z2), _minus_128(z3))
+        return m0 + _minus_128(z0), m1 + _minus_128(z1), m2 + _minus_128(z2), m3 + _minus_128(z3)
     else:
-        lows = (_minus_1024(z0), _minus_64(z1), _minus_1024(z2), _minus_64(z3))
-    return _unpack4_plus(words, lows, dtype)
+        return m0 + _minus_1024(z0), m1 + _minus_64(z1), m2 + _minus_1024(z2), m3 + _minus_64(z3)
 
 
 @triton.jit
@@ -203,15 +206,12 @@ def _minus_64(zero):
 
 
 @triton.jit
-def _unpack4_plus(words, lows, dtype: tl.constexpr):
-    """Return 128 + code + low; of float16 in slots 0 and 2 1024, in 1 and 3 64 + code + low."""
-    l0, l1, l2, l3 = lows
+def _unpack4_magic(words, dtype: tl.constexpr):
+    """Return 128 + code; of float16 1024 + code in slots 0 and 2, 64 + code in 1 and 3."""
     if dtype == tl.bfloat16:
-        # whole numbers up to 256 are exact: (128 + code) - (128 + zero) is
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 t, one;
-            mov.b32 one, 0x3f803f80;
+            .reg .b32 t;
             lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
             shr.u32 t, $4, 4;
             lop3.b32 $1, t, 0x000f000f, 0x43004300, 0xea;
@@ -219,12 +219,8 @@ def _unpack4_plus(words, lows, dtype: tl.constexpr):
             lop3.b32 $2, t, 0x000f000f, 0x43004300, 0xea;
             shr.u32 t, $4, 12;
             lop3.b32 $3, t, 0x000f000f, 0x43004300, 0xea;
-            fma.rn.bf16x2 $0, $0, one, $5;
-            fma.rn.bf16x2 $1, $1, one, $6;
-            fma.rn.bf16x2 $2, $2, one, $7;
-            fma.rn.bf16x2 $3, $3, one, $8;
             }""",
-            "=&r,=&r,=&r,=&r,r,r,r,r,r", args=[words, l0, l1, l2, l3],
+            "=&r,=&r,=&r,=&r,r", args=[words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
@@ -239,12 +235,55 @@ def _unpack4_plus(words, lows, dtype: tl.constexpr):
             lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
             lop3.b32 $2, t, 0x000f000f, 0x64006400, 0xea;
             lop3.b32 $3, t, 0x00f000f0, 0x64006400, 0xea;
+            mul.rn.f16x2 $1, $1, sixteenth;
+            mul.rn.f16x2 $3, $3, sixteenth;
+            }""",
+            "=&r,=&r,=&r,=&r,r", args=[words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _unpack4_bias(words, low, high, dtype: tl.constexpr):
+    """Return 128 + code + low; of float16 in slots 0 and 2 1024 + code + low, else 64 .. + high."""
+    if dtype == tl.bfloat16:
+        # whole numbers up to 256 are exact
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, one;
+            mov.b32 one, 0x3f803f80;
+            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+            shr.u32 t, $4, 4;
+            lop3.b32 $1, t, 0x000f000f, 0x43004300, 0xea;
+            shr.u32 t, $4, 8;
+            lop3.b32 $2, t, 0x000f000f, 0x43004300, 0xea;
+            shr.u32 t, $4, 12;
+            lop3.b32 $3, t, 0x000f000f, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, $0, one, $5;
+            fma.rn.bf16x2 $1, $1, one, $5;
+            fma.rn.bf16x2 $2, $2, one, $5;
+            fma.rn.bf16x2 $3, $3, one, $5;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r", args=[words, low],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        tl.static_assert(dtype == tl.float16, "values are float16 or bfloat16")
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, sixteenth;
+            mov.b32 sixteenth, 0x2c002c00;
+            shr.u32 t, $4, 8;
+            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 $2, t, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 $3, t, 0x00f000f0, 0x64006400, 0xea;
             add.rn.f16x2 $0, $0, $5;
             fma.rn.f16x2 $1, $1, sixteenth, $6;
-            add.rn.f16x2 $2, $2, $7;
-            fma.rn.f16x2 $3, $3, sixteenth, $8;
+            add.rn.f16x2 $2, $2, $5;
+            fma.rn.f16x2 $3, $3, sixteenth, $6;
             }""",
-            "=&r,=&r,=&r,=&r,r,r,r,r,r", args=[words, l0, l1, l2, l3],
+            "=&r,=&r,=&r,=&r,r,r,r", args=[words, low, high],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
 

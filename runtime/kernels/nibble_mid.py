@@ -20,6 +20,7 @@ from quantload.runtime.kernels.nibble_groups import (
     four_zeros,
     group_row,
     plus_block,
+    raw_groups,
 )
 from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
 
@@ -63,9 +64,9 @@ def mid_kernel(
             x.load([pm * BM, k + 3 * C]).T,
         )
         row = group_row(block, blocks_per_group, GROUP_SLICES)
-        zeros = four_zeros(zero, row, rows, N, FORM, GROUP_SLICES)
+        zeros = four_zeros(raw_groups(zero, row, rows, N, FORM == "zero"), FORM, GROUP_SLICES)
         values = unpack4(w, zeros, registers, FORM, dtype, False)
-        scales = four_scales(scale, row, rows, N, KIND, GROUP_SLICES)
+        scales = four_scales(raw_groups(scale, row, rows, N, KIND != "none"), KIND, GROUP_SLICES)
         acc = plus_block(acc, values, inputs, scales, KIND, GROUP_SLICES, AFTER)
     if not SPLIT:
         finished(acc, n, m, N, M, outer, bias, out, N)

@@ -32,6 +32,7 @@ class Plan:
         warps: Warps of a program.
         after: Scales meet sums instead of values.
         tma: "decode": words come by the copy engine.
+        unroll: "decode": blocks of one round of the loop; at least as many as make 256 columns.
         step: "mid": columns of a slice in one step.
         swizzle: Tiles of rows that run beside each other.
         early: The kernel may start before the one before has ended (sm_90).
@@ -46,6 +47,7 @@ class Plan:
     warps: int = 4
     after: bool = True
     tma: bool = False
+    unroll: int = 1
     step: int = 32
     swizzle: int = 1
     early: bool = True
@@ -90,7 +92,10 @@ def plan_for(weight: NibbleWeight, tokens: int, device: torch.device) -> Plan:
         plan = by_rule(tokens, rows, blocks, columns, *_card(device))
     if weight.offset is not None and plan.path == "mid":
         plan = by_rule(tokens, rows, blocks, columns, 0, _card(device)[1])
-    return replace(plan, splits=max(1, min(plan.splits, blocks)))
+    unroll = max(plan.unroll, 64 // columns)
+    while blocks % unroll:
+        unroll //= 2
+    return replace(plan, unroll=unroll, splits=max(1, min(plan.splits, blocks // unroll)))
 
 
 def by_rule(

@@ -35,10 +35,12 @@ class NibbleWeight:
 
     Args:
         words: [B, N, C] int16, see `nibble_layout`.
-        scale: [G, N] float, or bytes: uint8 exponents of two (e8m0), float8_e4m3fn. G also counts
-            groups of padded columns. None where a row has one scale, which is then in `outer`.
-        zero: [G, N] uint8, 0 to 63, in units of a nibble, or None.
-        offset: [G, N] float, or None.
+        scale: [R, N] int32 or int64, the bits of the scales that four slices meet, side by side;
+            R is B, or with a group for whole blocks their number. None where a row has one scale,
+            which is then in `outer`.
+        kind: "bf16", "fp16", "fp32", "e8m0" or "e4m3": what a scale is; "none".
+        zero: [R, N] int32, in its bytes zero points from 0 to 63 in units of a nibble, or None.
+        offset: [R, N] int32 or int64, float32 bits as scales are, or None.
         outer: [N] float32, or None.
         columns: [B * 4 * C] int32, the input feature of a packed column, -1 for padding; None if
             packed column k is input feature k.
@@ -57,6 +59,7 @@ class NibbleWeight:
     columns: Tensor | None
     table: Tensor | None
     form: str
+    kind: str
     features: int
     group: int
     dtype: torch.dtype
@@ -84,9 +87,21 @@ def why_not_form(weight: QuantTensor) -> str | None:
         return f"{weight.block[0]} rows share a scale"
     if weight.group_of is not None:
         return _why_not_order(weight)
-    if slice_columns(_group_columns(weight), weight.shape[1]) is None:
-        return f"groups of {weight.block[1]} columns are no slices of 16, 32 or 64"
-    return None
+    return _why_not_group(weight, _group_columns(weight))
+
+
+def _why_not_group(weight: QuantTensor, group: int) -> str | None:
+    wide = _is_wide(weight)
+    if slice_columns(group, weight.shape[1], wide=wide) is not None:
+        return None
+    return f"groups of {group} columns{' with float32 scales' if wide else ''} are no whole slices"
+
+
+def _is_wide(weight: QuantTensor) -> bool:
+    """True if scales or offsets take 4 bytes, of which a kernel loads two at once."""
+    offset = weight.offset is not None or (weight.zero is not None and not _may_be_small(weight))
+    narrow = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+    return offset or weight.multiplier.dtype not in narrow
 
 
 def _why_not_order(weight: QuantTensor) -> str | None:
@@ -95,9 +110,7 @@ def _why_not_order(weight: QuantTensor) -> str | None:
     sizes = torch.bincount(weight.group_of.long().cpu(), minlength=groups)
     if features % groups or bool((sizes != features // groups).any()):
         return "groups of act-order differ in size"
-    if slice_columns(features // groups, features) is None:
-        return f"groups of {features // groups} columns are no slices of 16, 32 or 64"
-    return None
+    return _why_not_group(weight, features // groups)
 
 
 def _group_columns(weight: QuantTensor) -> int:
@@ -106,12 +119,12 @@ def _group_columns(weight: QuantTensor) -> int:
     return min(weight.block[1], weight.shape[1])
 
 
-def slice_columns(group: int, features: int) -> int | None:
-    """Return C for groups of `group` columns, or None."""
+def slice_columns(group: int, features: int, *, wide: bool = False) -> int | None:
+    """Return C for groups of `group` columns, or None; with `wide` no group is a single slice."""
     if group >= features:
         return SLICE_COLUMNS
     for columns in (SLICE_COLUMNS, 32, 16):
-        if group in (columns, 2 * columns) or group % (4 * columns) == 0:
+        if group == 2 * columns or group % (4 * columns) == 0 or (group == columns and not wide):
             return columns
     return None
 
@@ -127,7 +140,7 @@ def pack(weight: QuantTensor, *, dtype: torch.dtype, device: torch.device) -> Ni
     weight = weight.to(device)
     n_rows, features = weight.shape
     group = _group_columns(weight)
-    columns = slice_columns(group, features)
+    columns = slice_columns(group, features, wide=_is_wide(weight))
     assert columns is not None, "refused by `why_not_form`"
     parts = _scale_parts(weight)
     if group >= features:
@@ -139,12 +152,14 @@ def pack(weight: QuantTensor, *, dtype: torch.dtype, device: torch.device) -> Ni
         codes = codes.index_select(1, order)
     table = weight.grid.table if weight.grid.name != "e2m1" else None
     words = pack_nibbles(codes, columns=columns, fill=bias)
-    n_groups = -(-words.shape[0] * 4 * columns // min(group, features))
+    per_row = 1 if group >= features else max(4 * columns // group, 1)
+    n_groups = -(-words.shape[0] * 4 * columns // group) if group < features else 1
     return NibbleWeight(
         words=words,
-        scale=_by_group(parts.scale, n_rows, n_groups),
-        zero=_by_group(parts.zero, n_rows, n_groups),
-        offset=_by_group(parts.offset, n_rows, n_groups),
+        scale=_side_by_side(parts.scale, n_rows, n_groups, per_row),
+        kind=_kind(parts.scale),
+        zero=_side_by_side(parts.zero, n_rows, n_groups, per_row),
+        offset=_side_by_side(parts.offset, n_rows, n_groups, per_row),
         outer=parts.outer,
         columns=None if order is None else _padded(order, words.shape[0] * 4 * columns),
         table=None if table is None else lookup_table(_sixteen(table, device), dtype),
@@ -181,14 +196,32 @@ def _padded(order: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(order.to(torch.int32), (0, missing), value=-1)
 
 
-def _by_group(part: Tensor | None, n_rows: int, n_groups: int) -> Tensor | None:
-    """[R, G] to [G, N], with rows for the groups of padded columns, which meet only zeros."""
+_KINDS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e8m0fnu: "e8m0",
+    torch.float8_e4m3fn: "e4m3",
+}
+
+
+def _kind(scale: Tensor | None) -> str:
+    return "none" if scale is None else _KINDS[scale.dtype]
+
+
+def _side_by_side(part: Tensor | None, n_rows: int, n_groups: int, per_row: int) -> Tensor | None:
+    """[1 or N, G] to integers [n_groups / per_row, N]; the groups of padded columns are zero."""
     if part is None:
         return None
-    of_group = part.expand(n_rows, -1).t()
-    missing = max(n_groups - of_group.shape[0], 0)
-    in_bytes = of_group.view(torch.uint8) if of_group.element_size() == 1 else of_group
-    return torch.nn.functional.pad(in_bytes, (0, 0, 0, missing)).contiguous().view(part.dtype)
+    bits = part.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[part.element_size()])
+    bits = bits.expand(n_rows, -1).t()
+    bits = torch.nn.functional.pad(bits, (0, 0, 0, max(n_groups - bits.shape[0], 0)))
+    rows = bits[:n_groups].unflatten(0, (-1, per_row)).transpose(1, 2).contiguous()
+    size = per_row * part.element_size()
+    if size < 4:
+        in_bytes = rows.view(torch.uint8).flatten(2)
+        rows = torch.nn.functional.pad(in_bytes, (0, 4 - size)).contiguous()
+    return rows.view(torch.int64 if size == 8 else torch.int32)[..., 0].contiguous()
 
 
 @dataclass(frozen=True)
@@ -224,19 +257,26 @@ def _small_zero(weight: QuantTensor) -> Tensor | None:
     if weight.zero is None or not weight.grid.is_integer:
         return None
     bias = _BIAS if weight.grid.storage == torch.int8 else 0
-    zero = weight.zero.double() + bias
+    zero = weight.zero.double() + bias  # exact for every dtype
     if bool(((zero < 0) | (zero > _LARGEST_ZERO) | (zero != zero.round())).any()):
         return None
     return zero.to(torch.uint8)
 
 
+def _may_be_small(weight: QuantTensor) -> bool:
+    return weight.zero is None or _small_zero(weight) is not None
+
+
 def _loadable(scale: Tensor) -> Tensor:
-    """The scales in a dtype that kernels load."""
+    """The scales in a dtype that kernels load; bytes that are no plain positive numbers widened."""
     if scale.dtype == torch.float8_e8m0fnu:
-        return scale.view(torch.uint8)
-    if scale.dtype in (*_SCALE_DTYPES, torch.float8_e4m3fn):
-        return scale
-    return scale.float()
+        exponent = scale.view(torch.uint8)
+        is_plain = not bool(((exponent == 0) | (exponent == 255)).any())
+        return scale if is_plain else scale.to(torch.bfloat16)
+    if scale.dtype == torch.float8_e4m3fn:
+        is_plain = not bool((scale.view(torch.uint8) >= 127).any())
+        return scale if is_plain else scale.to(torch.bfloat16)
+    return scale if scale.dtype in _SCALE_DTYPES else scale.float()
 
 
 def _per_row(parts: _ScaleParts, n_rows: int) -> _ScaleParts:
@@ -245,8 +285,6 @@ def _per_row(parts: _ScaleParts, n_rows: int) -> _ScaleParts:
     if parts.offset is not None:
         return parts  # as one long group
     scale = parts.scale
-    if scale.dtype == torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
     factor = scale.double().expand(n_rows, 1).flatten()
     if parts.outer is not None:
         factor = factor * parts.outer.double()

@@ -48,7 +48,7 @@ CASES = {
     "uint4-g64-offset": Case(uint_grid(4), 64, offset=F16, scale=F16),
     "uint4-g128-zero-float": Case(uint_grid(4), 128, zero=F16, scale=F16),
     "uint4-channel-offset": Case(uint_grid(4), 0, offset=F32, scale=F32),
-    "uint2-g16-offset-outer": Case(uint_grid(2), 16, offset=F32, outer=("scale*", "row")),
+    "uint2-g32-offset-outer": Case(uint_grid(2), 32, offset=F32, outer=("scale*", "row")),
     "uint2-g32-offset-outer-values": Case(uint_grid(2), 32, offset=F32, outer=("value/", "row")),
     "mxfp4": Case(E2M1, 32, scale=torch.float8_e8m0fnu),
     "nvfp4": Case(E2M1, 16, scale=torch.float8_e4m3fn, outer=("scale/", "tensor")),
