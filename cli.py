@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from quantload import __version__
+from quantload.cli_baseline import baseline
 from quantload.cli_bench import bench
 from quantload.cli_convert import convert
 from quantload.cli_doctor import doctor
@@ -31,6 +32,7 @@ from quantload.cli_options import (
     warn,
 )
 from quantload.cli_stats import stats
+from quantload.cli_tune import tune
 from quantload.errors import ConfigError, NotComparable, QuantloadError
 
 
@@ -54,12 +56,14 @@ def main() -> None:
     """Load, convert and check quantized Hugging Face checkpoints."""
 
 
+main.add_command(baseline)
 main.add_command(bench)
 main.add_command(convert)
 main.add_command(doctor)
 main.add_command(explain)
 main.add_command(generate)
 main.add_command(stats)
+main.add_command(tune)
 
 
 @main.command()

@@ -8,9 +8,10 @@ settings that were found, and what the card itself reaches:
      "kernels": {"nibble int4 g128": {"6144x4096": {"1": {"rows": 64, "splits": 4}, ...}}},
      "us": {"nibble int4 g128": {"6144x4096": {"1": 7.1, ...}}}}
 
-Shapes are N x K of a weight; "us" is the time of a call with the settings beside it. Two tables are
-looked at: `tuned/NVIDIA_H200.json` in the package, and one of the same name in the user's cache
-folder, which `quantload tune` writes and which wins, entry by entry.
+Shapes are N x K of a weight; "us" is the time of a call with those settings, or with those of the
+kernel's rule where it was not beaten. Two tables are looked at: `tuned/NVIDIA_H200.json` in the
+package, and one of the same name in the user's cache folder, which `quantload tune` writes and
+which wins, entry by entry.
 
 The settings of the fewest measured tokens that hold the asked-for ones serve, unless they are more
 than eight times as many. What was not measured has no settings, and the kernel's rule decides: so
@@ -83,10 +84,14 @@ class Table:
     kernels: _ByTokens = field(default_factory=dict)
     us: _ByTokens = field(default_factory=dict)
 
-    def add(self, kernel: str, shape: str, tokens: int, settings: Settings, us: float) -> None:
-        """Put in settings and the time of a call with them."""
-        for part, value in ((self.kernels, dict(settings)), (self.us, round(us, 3))):
-            part.setdefault(kernel, {}).setdefault(shape, {})[tokens] = value
+    def add(
+        self, kernel: str, shape: str, tokens: int, settings: Settings | None, us: float
+    ) -> None:
+        """Put in settings, None for those of the kernel's rule, and the time of a call."""
+        self.kernels.get(kernel, {}).get(shape, {}).pop(tokens, None)
+        if settings is not None:
+            self.kernels.setdefault(kernel, {}).setdefault(shape, {})[tokens] = dict(settings)
+        self.us.setdefault(kernel, {}).setdefault(shape, {})[tokens] = round(us, 3)
 
     def updated(self, other: Table) -> Table:
         """Return this table with the entries of another one in the place of its own."""

@@ -33,10 +33,18 @@ MAY_IMPORT = {
 COMMAND_LINE = {  # one part, in several files
     *("cli", "cli_options", "cli_convert", "cli_plan", "cli_output", "cli_inspect", "cli_compare"),
     *("cli_bench", "cli_generate"),
-    *("cli_doctor", "cli_explain", "cli_model", "cli_stats"),
+    *("cli_baseline", "pytest_plugin", "cli_doctor", "cli_explain", "cli_model", "cli_stats", "cli_tune"),
 }
 # what users call, in several files
-PUBLIC = {"api", "api_explain", "api_load", "api_plan", "api_stats", "written_models"}
+PUBLIC = {
+    "api",
+    "api_baseline",
+    "api_explain",
+    "api_load",
+    "api_plan",
+    "api_stats",
+    "written_models",
+}
 PUBLIC |= {"api_bench", "api_generate"}
 TRANSFORMERS = (
     "layers/attention.py",
@@ -66,7 +74,7 @@ FENCED = {  # third-party package -> the only places that may import it
     "compressed_tensors": ("loader/formats/compressed_tensors_config.py",),
     "click": ("cli",),
     "rich": ("cli",),
-    "pytest": (),
+    "pytest": ("pytest_plugin.py",),
 }
 MAX_FILE = 400
 
@@ -102,6 +110,7 @@ OPTIONS = {
         *("--kv-cache", "--no-graphs", "--no-fuse", "--device", "--dtype", "--scheme"),
         *("--trust-remote-code", "--json", "--quiet"),
     },
+    "baseline": set(),
     "compare": {
         *("reference", "candidate", "--data", "--token-ids", "--prompt", "--max-tokens", "--all"),
         *("--markdown", "--json", "--quiet", "--device", "--dtype"),
@@ -134,6 +143,10 @@ OPTIONS = {
     "stats": {
         *("source", "output", "--data", "--token-ids", "--max-tokens", "--device", "--dtype"),
         *("--overwrite", "--trust-remote-code", "--json", "--quiet"),
+    },
+    "tune": {
+        *("model", "--shapes", "--schemes", "--tokens", "--seconds", "--again"),
+        *("--trust-remote-code", "--json", "--quiet"),
     },
     "verify": {"output", "--source", "--nearest", "--all", "--json", "--quiet"},
 }

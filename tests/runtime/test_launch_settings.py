@@ -92,10 +92,32 @@ def test_the_packaged_tables_can_be_read():
     for path, found in tables.items():
         assert path.stem == launch_settings._file_name(found.card)
         assert found.limits is not None
-        for kernel, shapes in found.us.items():
-            for shape, entries in shapes.items():
-                assert set(entries) <= set(found.kernels[kernel][shape]), (kernel, shape)
     assert [path.stem for path in tables] == ["NVIDIA_H200"]
+
+
+def test_settings_are_tried_without_a_table(own_table):
+    own_table.write_text(table({"4": {"rows": 4}}))
+    with launch_settings.trying("some kernel", {"rows": 9}) as trial:
+        assert find(4) == {"rows": 9}
+        assert find(4, kernel="another") is None
+        with launch_settings.trying("some kernel", None):
+            assert find(4) is None, "the rule is tried"
+        assert find(3) == {"rows": 9}
+    assert trial.asked == [
+        ("some kernel", 4, 64, 128),
+        ("another", 4, 64, 128),
+        ("some kernel", 3, 64, 128),
+    ]
+    assert find(4) == {"rows": 4}
+
+
+def test_the_rule_takes_the_place_of_settings():
+    made = Table(CARD)
+    made.add("some kernel", "64x128", 4, {"rows": 4}, us=3.0)
+    made.add("some kernel", "64x128", 4, None, us=2.0)
+    assert made.kernels["some kernel"]["64x128"] == {}
+    assert made.us["some kernel"]["64x128"] == {4: 2.0}
+    assert parse_table(made.as_text(), where="text").us == made.us
 
 
 @pytest.mark.parametrize(
