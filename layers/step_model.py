@@ -30,7 +30,7 @@ from quantload.runtime.step_model import CacheScales, StepCache
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # the first that a model takes
 # Models that build what they need from more than the cache, positions and a mask of what is there.
-_OTHER_WAYS = ("cpmant", "hrm_text", "recurrent_gemma", "xlm")
+_OTHER_WAYS = ("cpmant", "hrm_text", "xlm")
 # Layers that choose or pool keys: in transformers they see padding, and indexed ones over a static
 # cache see places that are not filled yet.
 _SEE_PADDING = ("indexed", "compressed", "sparse")

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from fake_source import quantized_model
-from tiny_architectures import architectures, tiny_config
+from tiny_architectures import tiny_config
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from quantload.api import load_model
 from quantload.errors import ConfigError, ModelError
@@ -19,7 +20,7 @@ NEW = 10
 
 def tiny(model_type):
     torch.manual_seed(0)
-    model_class = architectures()[model_type]
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
     return model_class(tiny_config(model_type, model_class)).eval()
 
 
@@ -94,7 +95,7 @@ def test_other_models_are_refused():
     assert "is no decoder of text" in why_not_decodable(tiny("llama").model)
     assert "is not a model of transformers" in why_not_decodable(torch.nn.Linear(2, 2))
     with pytest.raises(ModelError, match="takes other arguments"):
-        TransformersStepModel(tiny("recurrent_gemma"))
+        TransformersStepModel(tiny("xlm"))
 
 
 def test_a_quantized_cache_is_refused():
