@@ -21,6 +21,7 @@ from quantload.quant.packing import pack_dense, unpack_dense
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import InputScheme
 from quantload.runtime.cpu_gemm import CpuInt4, CpuInt8, CpuInt8Inputs
+from quantload.runtime.nibble_gemm import NibbleGemm
 
 if TYPE_CHECKING:
     from quantload.runtime.kernels.weight_only_layout import PackedWeight
@@ -311,6 +312,7 @@ class PackedRows(nn.Module):
 
 
 KERNELS: tuple[GemmKernel, ...] = (
+    NibbleGemm(),
     TritonWeightOnly(),
     CpuInt8Inputs(),
     CpuInt4(),

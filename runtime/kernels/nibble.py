@@ -13,7 +13,6 @@ weight is. Letters: M tokens, N output features, K input features.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from quantload.runtime.kernels.nibble_plan import Plan, plan_for
 from quantload.runtime.kernels.nibble_weight import NibbleWeight
 from quantload.runtime.kernels.split_locks import split_locks
 
-__all__ = ["kernels_for", "nibble_linear", "run"]
+__all__ = ["kernels_for", "nibble_linear", "run", "weight_values"]
 
 _DENSE_ELEMENTS = 1 << 27  # of a dequantized part: 256 MiB
 
@@ -212,40 +211,39 @@ def _dense(x: Tensor, weight: NibbleWeight, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.to(x.dtype)
     step = max(_DENSE_ELEMENTS // x.shape[1], 256) // 256 * 256
     if step >= weight.rows:
-        return torch.nn.functional.linear(x, dense_rows(weight, 0, weight.rows, x), bias)
+        whole = x.new_empty(weight.rows, x.shape[1])
+        return torch.nn.functional.linear(x, _dense_rows(weight, 0, weight.rows, whole), bias)
     out = x.new_empty(x.shape[0], weight.rows)
     for start in range(0, weight.rows, step):
         stop = min(start + step, weight.rows)
-        part = dense_rows(weight, start, stop, x)
+        part = _dense_rows(weight, start, stop, x.new_empty(stop - start, x.shape[1]))
         of_part = None if bias is None else bias[start:stop]
         out[:, start:stop] = torch.nn.functional.linear(x, part, of_part)
     return out
 
 
-def dense_rows(weight: NibbleWeight, start: int, stop: int, like: Tensor) -> Tensor:
-    """Return rows start .. stop of W [stop - start, K], columns in packed order.
-
-    Args:
-        weight: W.
-        start: First row.
-        stop: Row after the last.
-        like: A tensor [..., K] with the dtype of the result.
-    """
+def _dense_rows(weight: NibbleWeight, start: int, stop: int, out: Tensor) -> Tensor:
+    """Write rows start .. stop of W to out [stop - start, K], columns in packed order."""
     blocks, n, _ = weight.words.shape
-    features = like.shape[-1]
-    out = like.new_empty(stop - start, features)
     tile = min(64, triton.next_power_of_2(max(stop - start, 1)))
     dense_kernel[(blocks, triton.cdiv(stop - start, tile))](
         weight.words, weight.scale, weight.zero, weight.offset, weight.outer, weight.table, out,
-        n, features, start, stop - start, _blocks_per_group(weight),
-        BN=tile, **_form(weight), INTERPRETED=INTERPRETED.value, num_warps=4,
+        n, out.shape[1], start, stop - start, _blocks_per_group(weight),
+        BN=tile, **_form(weight), HALF=weight.dtype == torch.float16,
+        INTERPRETED=INTERPRETED.value, num_warps=4,
     )  # fmt: skip
     return out
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 132 where there is no card."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def weight_values(weight: NibbleWeight, dtype: torch.dtype) -> Tensor:
+    """Return W [N, K] in a float dtype."""
+    features = weight.features if weight.columns is None else weight.columns.shape[0]
+    out = weight.words.new_empty(weight.rows, features, dtype=dtype)
+    with torch.cuda.device_of(out):
+        _dense_rows(weight, 0, weight.rows, out)
+    if weight.columns is None:
+        return out
+    place = torch.empty(weight.features, dtype=torch.int64, device=out.device)
+    used = (weight.columns >= 0).nonzero().flatten()
+    place[weight.columns[used].long()] = used
+    return out.index_select(1, place)

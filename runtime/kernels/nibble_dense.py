@@ -29,10 +29,14 @@ def dense_kernel(
     words, scale, zero, offset, outer, table, out,
     N, K, start, count, blocks_per_group,
     BN: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
-    GROUP_SLICES: tl.constexpr, INTERPRETED: tl.constexpr,
+    GROUP_SLICES: tl.constexpr, HALF: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Write rows start .. start + count of the weight to out [count, K]."""
-    dtype: tl.constexpr = out.dtype.element_ty
+    """Write rows start .. start + count of the weight to out [count, K] of any float dtype.
+
+    HALF says that inputs are float16, and values of codes with them; else bfloat16.
+    """
+    narrow: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    dtype: tl.constexpr = tl.float32 if INTERPRETED else narrow
     block = tl.program_id(0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     i = tl.arange(0, C)[None, :]
