@@ -86,7 +86,7 @@ def finished(acc, n, m, N, M, outer, bias, out, stride_out):
     tl.store(place, acc.to(out.dtype.element_ty), mask=(n[:, None] < N) & (m[None, :] < M))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "blocks", "splits"])
 def decode_kernel(
     x, words, scale, zero, offset, outer, table, bias, out, partial, locks,
     M, N, K, blocks, stride_x, splits, blocks_per_group,

@@ -27,7 +27,7 @@ from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
 __all__ = ["mid_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "blocks", "splits"])
 def mid_kernel(
     x, words, scale, zero, outer, table, bias, out, partial, locks,
     M, N, blocks, splits, blocks_per_group,
