@@ -25,7 +25,13 @@ _Layer = tuple["Scheme", int, int]
 @click.option(
     "--schemes", default="", metavar="SCHEME,...", help="With --shapes, for example W4A16,W8A8."
 )
-@click.option("--tokens", default="1,2,4,8,16,32,64,128,256", show_default=True, metavar="M,M,...")
+@click.option(
+    "--tokens",
+    default="1,2,4,8,16,32,64,128,256",
+    show_default=True,
+    metavar="M,M,...",
+    help="Tokens of a call.",
+)
 @click.option("--seconds", type=float, help="Stop after this time; a later run goes on.")
 @click.option("--again", is_flag=True, help="Measure also what the table of this card has.")
 @TRUST

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quantload.quant.scheme import InputScheme
-from quantload.runtime.launch_settings import card_limits, measured_us
+from quantload.runtime.launch_settings import card_limits, measured_us, trying
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,11 @@ def call_of(
     if buffer is None:
         return Call(tokens)
     launches = getattr(packed, "kernels_for", None)
-    name = getattr(packed, "settings_name", None)
+    with trying() as trial:  # the kernel asks for the settings of such a call
+        kernels = () if launches is None else tuple(launches(tokens))
     (n, k), device = shape, buffer.device
-    expected = None if name is None else measured_us(str(name), device, m=tokens, n=n, k=k)
-    kernels = () if launches is None else tuple(launches(tokens))
+    asked = {name for name, *_ in trial.asked}
+    expected = measured_us(asked.pop(), device, m=tokens, n=n, k=k) if len(asked) == 1 else None
     limit = _limit_us(weight_bytes(gemm), 2 * tokens * n * k, input, device)
     return Call(tokens, kernels, limit, expected)
 

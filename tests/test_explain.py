@@ -15,6 +15,7 @@ from quantload.layers import kernel_facts
 from quantload.layers.linear import QuantLinear
 from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import parse_scheme
+from quantload.runtime import launch_settings
 from quantload.runtime.launch_settings import CardLimits
 
 CPU = torch.device("cpu")
@@ -91,7 +92,6 @@ def test_the_expected_share_is_of_a_measured_call(monkeypatch):
         return 8.0
 
     class Packed(torch.nn.Module):
-        settings_name = "some kernel"
         layout = "rows"
 
         def __init__(self):
@@ -99,6 +99,7 @@ def test_the_expected_share_is_of_a_measured_call(monkeypatch):
             self.register_buffer("codes", torch.zeros(4000, dtype=torch.uint8))
 
         def kernels_for(self, tokens):
+            launch_settings.find("some kernel", CPU, m=tokens, n=80, k=100)
             return ("small",) if tokens < 8 else ("large", "sum")
 
     monkeypatch.setattr(kernel_facts, "card_limits", lambda device: CardLimits(1.0))
@@ -162,6 +163,10 @@ def test_the_profiler_sees_the_kernels_that_are_told(name):
         call = kernel_facts.call_of(made.gemm, (1024, 2048), scheme.input, m)
         x = torch.randn(m, 2048, device=device, dtype=torch.bfloat16)
         seen = launched(lambda x=x: made(x))
+        if "cuBLAS" in call.kernels:  # which function that is, cuBLAS decides
+            ours = {kernel for kernel in call.kernels if kernel != "cuBLAS"}
+            seen = [name if name in ours else "cuBLAS" for name in seen]
+            seen = [name for i, name in enumerate(seen) if name != "cuBLAS" or name not in seen[:i]]
         if not call.kernels:
             assert "triton" not in made.kernel.name, f"{made.kernel.name} tells no kernels"
             continue
