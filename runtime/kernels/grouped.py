@@ -30,12 +30,12 @@ from triton.language.extra import libdevice
 
 from quantload.runtime.kernels.byte_unpack import unpack2
 from quantload.runtime.kernels.dependent_launch import let_next_start, wait_for_previous
-from quantload.runtime.kernels.nibble_decode import four_inputs
-from quantload.runtime.kernels.nibble_groups import (
+from quantload.runtime.kernels.grouped_scales import (
     four_scales,
     four_zeros,
     group_row,
-    plus_block,
+    plus_four,
+    plus_two,
     raw_groups,
 )
 from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
@@ -89,8 +89,27 @@ def _prefetch(words, stride, blocks, BYTES: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def _four_inputs(place, inside, k, K, C: tl.constexpr, EVEN: tl.constexpr):
+    """Load the inputs [C, BM] of four slices of C columns, of which those from K on are zero."""
+    if EVEN:
+        return (
+            tl.load(place, mask=inside, other=0.0),
+            tl.load(place + C, mask=inside, other=0.0),
+            tl.load(place + 2 * C, mask=inside, other=0.0),
+            tl.load(place + 3 * C, mask=inside, other=0.0),
+        )
+    else:
+        return (
+            tl.load(place, mask=inside & (k < K), other=0.0),
+            tl.load(place + C, mask=inside & (k < K - C), other=0.0),
+            tl.load(place + 2 * C, mask=inside & (k < K - 2 * C), other=0.0),
+            tl.load(place + 3 * C, mask=inside & (k < K - 3 * C), other=0.0),
+        )
+
+
+@triton.jit
 def _two_inputs(place, inside, k, K, C: tl.constexpr, EVEN: tl.constexpr):
-    """Load the inputs [C, BM] of two slices, as `four_inputs` those of four."""
+    """Load the inputs [C, BM] of two slices, as `_four_inputs` those of four."""
     if EVEN:
         return tl.load(place, mask=inside, other=0.0), tl.load(place + C, mask=inside, other=0.0)
     else:
@@ -132,28 +151,6 @@ def _column(n, width, ROWS: tl.constexpr):
             return part * (width // 2) + inner, inner < width // 2
         else:
             return 2 * inner + part, inner < width // 2
-
-
-@triton.jit
-def _plus_two(acc, w, x, s, KIND: tl.constexpr, GROUPS: tl.constexpr, AFTER: tl.constexpr):
-    """Add the products of two slices, as `plus_block` those of four."""
-    w0, w1 = w
-    x0, x1 = x
-    s0, _s1, s2, _s3 = s
-    if KIND == "none":
-        acc = tl.dot(w0, x0, acc, input_precision="ieee")
-        acc = tl.dot(w1, x1, acc, input_precision="ieee")
-    elif not AFTER:
-        dtype: tl.constexpr = w0.dtype
-        acc = tl.dot(w0 * s0.to(dtype), x0, acc, input_precision="ieee")
-        acc = tl.dot(w1 * s2.to(dtype), x1, acc, input_precision="ieee")
-    elif GROUPS == 4:
-        part = tl.dot(w0, x0, input_precision="ieee")
-        acc += tl.dot(w1, x1, part, input_precision="ieee") * s0
-    else:
-        acc += tl.dot(w0, x0, input_precision="ieee") * s0
-        acc += tl.dot(w1, x1, input_precision="ieee") * s2
-    return acc
 
 
 @triton.jit
@@ -215,7 +212,7 @@ def grouped_kernel(
         packed = tl.load(words_at, eviction_policy="evict_first" if ONCE else "")
         k = b * (SLOTS * C) + c[:, None]
         if SLOTS == 4:
-            inputs = four_inputs(x_at, mask, k, K, C, EVEN)
+            inputs = _four_inputs(x_at, mask, k, K, C, EVEN)
         else:
             inputs = _two_inputs(x_at, mask, k, K, C, EVEN)
         # scales of the next block are on their way while this one is multiplied
@@ -226,10 +223,10 @@ def grouped_kernel(
         if SLOTS == 4:
             zeros = four_zeros(raw_zero, FORM, GROUPS)
             values = unpack4(packed, zeros, registers, FORM, dtype, INTERPRETED)
-            acc = plus_block(acc, values, inputs, scales, KIND, GROUPS, AFTER)
+            acc = plus_four(acc, values, inputs, scales, KIND, GROUPS, AFTER)
         else:
             values = unpack2(packed, None, FORM, dtype, INTERPRETED)
-            acc = _plus_two(acc, values, inputs, scales, KIND, GROUPS, AFTER)
+            acc = plus_two(acc, values, inputs, scales, KIND, GROUPS, AFTER)
         words_at += N * C
         x_at += SLOTS * C
         raw_scale, raw_zero = next_scale, next_zero

@@ -1,7 +1,7 @@
 """How the weights of all experts of a block lie in memory for the grouped kernel.
 
 One tensor holds the words of all experts, and each expert is packed into its part when it arrives:
-the block never exists twice. Words are those of `nibble_weight` or `byte_layout`, of rows in which
+the block never exists twice. Words are those of `nibble_layout` or `byte_layout`, of rows in which
 gate and up, however they come, alternate in eights.
 
 Letters: E experts, N output features as they come, P >= N packed rows, K input features, C columns
@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 from quantload.quant.qtensor import QuantTensor
-from quantload.runtime.kernels import byte_layout, nibble_weight
-from quantload.runtime.kernels.nibble_layout import unpack_nibbles
+from quantload.runtime.kernels.byte_layout import pack_bytes, unpack_bytes
+from quantload.runtime.kernels.nibble_layout import lookup_table, pack_nibbles, unpack_nibbles
 
 __all__ = ["ExpertStack", "GroupedWeight", "Rows", "why_not"]
 
 Rows = Literal["plain", "halves", "alternate"]  # no gate; gate before up; gate, up, gate, up ...
 _EIGHT = 8
 _SLICE_WIDTHS = (64, 32, 16)
-_PARTS = ("words", "scale", "zero", "outer")
+_BIAS = 8  # int2 .. int4 are held as code + 8
+_LARGEST_ZERO = 63  # what `unpack4` subtracts exactly
+_SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,8 +109,7 @@ def _slots(form: str) -> int:
 
 
 def _codes_of(words: Tensor, form: str, features: int) -> Tensor:
-    unpack = unpack_nibbles if _slots(form) == 4 else byte_layout.unpack_bytes
-    return unpack(words, features)
+    return (unpack_nibbles if _slots(form) == 4 else unpack_bytes)(words, features)
 
 
 def _values_of(codes: Tensor, form: str, table: Tensor | None) -> Tensor:
@@ -148,19 +149,48 @@ def _natural_places(rows: Rows, count: int, device: torch.device) -> Tensor:
 
 def why_not(weight: QuantTensor) -> str | None:
     """Say why the kernel cannot multiply with an expert's weight, or None."""
+    grid = weight.grid
+    if 0 in weight.shape:
+        return f"the weight is empty: {weight.shape[0]} x {weight.shape[1]}"
     if weight.group_of is not None:
         return "columns are in act-order"
-    if weight.grid.bits > 4:
-        if weight.zero is not None or weight.grid.storage == torch.uint8:
-            return f"zero points of codes of {weight.grid.bits} bits"
-        reason = byte_layout.why_not_packed(weight)
-    else:
-        reason = nibble_weight.why_not_form(_per_row(weight))
-    if reason is not None:
-        return reason
+    if weight.inner is not None:
+        return "columns have factors of their own"
+    if weight.offset is not None:
+        return "zero points are offsets"
+    if _form_of(weight) is None:
+        zeros = "" if weight.zero is None else " with zero points"
+        return f"grid {grid.name}{zeros} is not served"
+    if weight.zero is not None and _nibble_zeros(weight) is None:
+        return "zero points are no small whole numbers"
+    if grid.name == "e5m2" and not bool(weight.codes.float().isfinite().all()):
+        return "e5m2 codes that are infinite or NaN"
     if _slice_width(weight) is None:
         return f"groups of {weight.block[1]} columns are no slices of 16, 32 or 64"
     return None
+
+
+def _form_of(weight: QuantTensor) -> str | None:
+    grid, has_zero = weight.grid, weight.zero is not None
+    if grid.bits > 4:
+        is_signed = grid.is_integer and grid.storage == torch.int8
+        name = "int8" if is_signed else grid.name
+        return name if name in ("int8", "e4m3", "e5m2") and not has_zero else None
+    if grid.is_integer:
+        return "zero" if has_zero else "int" if grid.storage == torch.int8 else "uint"
+    if has_zero:
+        return None
+    return "e2m1" if grid.name == "e2m1" else "table"
+
+
+def _nibble_zeros(weight: QuantTensor) -> Tensor | None:
+    """[R, G] uint8 zero points in units of a nibble, or None if they are no such numbers."""
+    assert weight.zero is not None, "asked for zero points"
+    lift = _BIAS if weight.grid.storage == torch.int8 else 0
+    zero = weight.zero.double() + lift
+    if bool(((zero < 0) | (zero > _LARGEST_ZERO) | (zero != zero.round())).any()):
+        return None
+    return zero.to(torch.uint8)
 
 
 def _slice_width(weight: QuantTensor) -> int | None:
@@ -177,19 +207,6 @@ def _per_row(weight: QuantTensor) -> QuantTensor:
     return weight if weight.block[0] == 1 else weight.refined((1, weight.block[1]))
 
 
-def _in_order(weight: QuantTensor, places: Tensor) -> QuantTensor:
-    """Return rows as they are packed; padding repeats the first row."""
-    rows = places.clamp(min=0)
-
-    def taken(part: Tensor | None) -> Tensor | None:
-        if part is None or part.shape[0] == 1:
-            return part
-        return part.view(torch.uint8)[rows].view(part.dtype) if part.itemsize == 1 else part[rows]
-
-    named = {name: taken(getattr(weight, name)) for name in ("codes", "scale", "zero", "outer")}
-    return replace(weight, offset=taken(weight.offset), **named)  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True)
 class _Packed:
     """One expert: parts as in `GroupedWeight`, without the axis of experts."""
@@ -198,33 +215,79 @@ class _Packed:
     table: Tensor | None
     form: str
     group: int
-    has_offset: bool
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What experts must have in common."""
         parts = [None if part is None else (part.dtype, part.shape) for part in self.parts.values()]
-        return (*parts, self.form, self.group, self.has_offset)
+        return (*parts, self.form, self.group)
 
 
 def _pack(weight: QuantTensor, rows: Rows, dtype: torch.dtype) -> _Packed:
+    """Lay one expert out that `why_not` accepts; exact, but for products with `outer`."""
+    form, width = _form_of(weight), _slice_width(weight)
+    assert form is not None, "`why_not` accepts it"
+    assert width is not None, "`why_not` accepts it"
     places = _packed_places(rows, weight.shape[0], weight.device)
-    weight = _in_order(_per_row(weight), places)
-    if weight.grid.bits <= 4:
-        nibbles = nibble_weight.pack(weight, dtype=dtype, device=weight.device)
-        parts = {name: getattr(nibbles, name) for name in _PARTS}
-        has_offset = nibbles.offset is not None
-        return _Packed(parts, nibbles.table, nibbles.form, nibbles.group, has_offset)
-    width = _slice_width(weight)
-    in_bytes = byte_layout.pack(weight, device=weight.device, columns=width)
-    scale = in_bytes.scale
-    if scale is not None:  # groups of padded columns meet only zeros
-        groups = -(-in_bytes.codes.shape[0] * 2 * in_bytes.codes.shape[2] // weight.block[1])
-        missing = max(0, groups - scale.shape[0])
-        scale = torch.nn.functional.pad(scale, (0, 0, 0, missing))
-    form = "int8" if in_bytes.form == "int" else in_bytes.form
-    parts = {"words": in_bytes.codes, "scale": scale, "zero": None, "outer": in_bytes.outer}
-    return _Packed(parts, None, form, min(weight.block[1], weight.shape[1]), has_offset=False)
+    words = _words(weight, form, width, places)
+    group = min(weight.block[1], weight.shape[1])
+    groups = -(-words.shape[0] * _slots(form) * width // group)  # with those of padded columns
+    per_row = _per_row(weight)
+    scale, outer = _scale_and_outer(per_row, form)
+    zero = None if weight.zero is None else _nibble_zeros(per_row)
+    table = weight.grid.table if form == "table" else None
+    parts = {
+        "words": words,
+        "scale": None if scale is None else _by_group(scale, places, groups),
+        "zero": None if zero is None else _by_group(zero, places, groups),
+        "outer": None if outer is None else _by_group(outer[:, None], places, 1)[0],
+    }
+    return _Packed(parts, None if table is None else _table(table, dtype, words), form, group)
+
+
+def _table(values: tuple[float, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    padded = torch.tensor(values + (0.0,) * (16 - len(values)))
+    return lookup_table(padded, dtype).to(like.device)
+
+
+def _words(weight: QuantTensor, form: str, width: int, places: Tensor) -> Tensor:
+    """[B, P, C] words; padding repeats the first row."""
+    codes = weight.codes.view(torch.uint8)[places.clamp(min=0)]
+    if _slots(form) == 2:
+        return pack_bytes(codes, columns=width)
+    if weight.grid.storage == torch.int8:
+        codes = (codes + _BIAS) & 15  # wraps around: two's complement becomes code + 8
+    return pack_nibbles(codes, columns=width)
+
+
+def _scale_and_outer(weight: QuantTensor, form: str) -> tuple[Tensor | None, Tensor | None]:
+    """[N, G] scales, and [N] factors of rows: `outer`, and the only scale of a row."""
+    rows, scale, outer = weight.shape[0], weight.multiplier, None
+    if weight.outer is not None:
+        factor = weight.outer.double().flatten().expand(rows)
+        outer = 1 / factor if weight.evaluation.outer.endswith("/") else factor
+    if form == "e4m3":  # the kernel does not know NaN: it makes all products of its row NaN
+        broken = (weight.codes.view(torch.uint8) & 127 == 127).any(dim=1)
+        ones = scale.new_ones(rows, dtype=torch.float64) if outer is None else outer
+        outer = ones.masked_fill(broken, torch.nan)
+    if scale.shape[1] == 1:
+        only = scale.float().double().flatten()
+        outer, scale = only if outer is None else only * outer, None
+    return None if scale is None else _loadable(scale), None if outer is None else outer.float()
+
+
+def _loadable(scale: Tensor) -> Tensor:
+    if scale.dtype == torch.float8_e8m0fnu:
+        return scale.view(torch.uint8)
+    return scale if scale.dtype in _SCALE_DTYPES else scale.float()
+
+
+def _by_group(part: Tensor, places: Tensor, groups: int) -> Tensor:
+    """[N, G] to [groups, P]; groups of padded columns have zeros."""
+    raw = part.view(torch.uint8) if part.itemsize == 1 else part
+    raw = raw[places.clamp(min=0)].t()
+    missing = max(0, groups - raw.shape[0])
+    return torch.nn.functional.pad(raw, (0, 0, 0, missing)).contiguous().view(part.dtype)
 
 
 # -- putting experts together ------------------------------------------------------------------
@@ -252,8 +315,6 @@ class ExpertStack:
         if reason is not None:
             return reason
         packed = _pack(weight, self.rows, self.dtype)
-        if packed.has_offset:
-            return "zero points are no small whole numbers"
         if self._first is None:
             self._start(packed, weight.shape)
         assert self._first is not None, "started"
@@ -291,7 +352,8 @@ class ExpertStack:
 
     def finished(self, biases: list[Tensor] | None) -> GroupedWeight:
         """Return the weight of all experts, with biases [N] of each, or None."""
-        assert self._first is not None and len(self._small) == self.experts, "all were added"
+        assert self._first is not None, "experts were added"
+        assert len(self._small) == self.experts, "all of them were"
         self._small = {}
         bias = None
         if biases is not None:

@@ -12,9 +12,10 @@ import triton
 from torch import Tensor
 
 from quantload.runtime import launch_settings
+from quantload.runtime.kernels.dependent_launch import launches_early
 from quantload.runtime.kernels.grouped import grouped_kernel
-from quantload.runtime.kernels.grouped_layout import GroupedWeight, Rows
-from quantload.runtime.kernels.route import launches_early, route
+from quantload.runtime.kernels.grouped_layout import GroupedWeight
+from quantload.runtime.kernels.route import route
 
 __all__ = ["GatedActivation", "Routing", "candidates", "grouped_product", "routing", "setting_name"]
 
