@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from quantload.api_load import load
-from quantload.errors import ConfigError, ModelError
+from quantload.api_plan import inspect
+from quantload.errors import ConfigError, ModelError, UnsupportedVariant
 from quantload.loader.gguf_tokenizer import write_tokenizer
+from quantload.loader.kept_scales import read_cache_scales
 from quantload.loader.open import open_checkpoint
 from quantload.runtime.generate import Decoder, NewToken, Reason, Rules
 from quantload.runtime.step_model import CacheScales
@@ -266,6 +268,33 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
+def cache_scales(source: str | Path, layers: int) -> CacheScales:
+    """Return the scales that a checkpoint has for keys and values in FP8; ones where it has none.
+
+    Args:
+        source: A folder, a GGUF file or a hub id.
+        layers: How many the model has.
+
+    Raises:
+        UnsupportedVariant: They are no scales of whole layers.
+    """
+    found = read_cache_scales(inspect(source))
+    if found is None:
+        _log.warning("`%s` has no scales for its key-value cache: taken as 1", source)
+        return unit_scales(layers)
+    if len(found[0]) != layers:
+        raise UnsupportedVariant(
+            f"cache scales of {len(found[0])} layers, expected {layers}, in `{source}`"
+        )
+    keys, values = found
+    return CacheScales(torch.tensor(keys), torch.tensor(values))
+
+
+def unit_scales(layers: int) -> CacheScales:
+    """Return scales of 1, for values that FP8 holds as they are, up to 448."""
+    return CacheScales(torch.ones(layers), torch.ones(layers))
+
+
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a checkpoint; a GGUF file's is made from its metadata.
 
@@ -356,4 +385,12 @@ def _has_text(prompts: Prompt | Sequence[Prompt]) -> bool:
     return any(isinstance(prompt, str) for prompt in _several(prompts))
 
 
-__all__ = ["Completion", "Piece", "TextDecoder", "generate", "load_tokenizer"]
+__all__ = [
+    "Completion",
+    "Piece",
+    "TextDecoder",
+    "cache_scales",
+    "generate",
+    "load_tokenizer",
+    "unit_scales",
+]

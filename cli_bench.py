@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantload.cli_generate import KV_CACHE, cache_of
 from quantload.cli_options import JSON, QUIET, SCHEME, TRUST
 from quantload.errors import ConfigError
 
 if TYPE_CHECKING:
     from quantload.api_bench import BenchReport
-
-_CACHES = {"auto": None, "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 @click.command()
@@ -23,13 +22,7 @@ _CACHES = {"auto": None, "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 @click.option("--batch", default="1,16,64", show_default=True, help="Numbers of prompts.")
 @click.option("--prompt-tokens", default=512, show_default=True, help="Tokens of each prompt.")
 @click.option("--new-tokens", default=128, show_default=True, help="Tokens that each gets.")
-@click.option(
-    "--kv-cache",
-    type=click.Choice(list(_CACHES)),
-    default="auto",
-    show_default=True,
-    help="dtype of keys and values; auto is the model's.",
-)
+@KV_CACHE
 @click.option("--no-graphs", is_flag=True, help="Run steps without CUDA graphs.")
 @click.option("--no-fuse", is_flag=True, help="Run the model's own forward, not the fused step.")
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
@@ -44,19 +37,18 @@ def bench(model: str | None, **flags: Any) -> None:  # noqa: ANN401 - click's va
     Without MODEL, --synthetic builds one with random weights. With --scheme its weights are
     quantized.
     """
-    import torch
-
     from quantload import api_bench, cli_output
 
     loaded, name = _model(model, flags)
-    kind = _CACHES[flags["kv_cache"]]
+    kind, scales = cache_of(flags["kv_cache"], loaded, model)
     report = api_bench.bench(
         loaded,
         name=name,
         batches=_numbers(flags["batch"]),
         prompt_tokens=flags["prompt_tokens"],
         new_tokens=flags["new_tokens"],
-        cache_dtype=None if kind is None else getattr(torch, kind),
+        cache_dtype=kind,
+        scales=scales,
         graphs=not flags["no_graphs"],
         fused=False if flags["no_fuse"] else None,
     )
@@ -76,9 +68,9 @@ def _model(model: str | None, flags: dict[str, Any]) -> tuple[Any, str]:
     if model is None:
         name = flags["synthetic"]
         options = {"device": flags["device"], "layers": flags["layers"]}
-        made = api_bench.synthetic(
-            name, flags["scheme"], dtype=parse_dtype(dtype or "bfloat16"), **options
-        )
+        kind = parse_dtype(dtype or "bfloat16")
+        assert kind is not None, "a name is that of a dtype"
+        made = api_bench.synthetic(name, flags["scheme"], dtype=kind, **options)
         return made, f"{name} {flags['scheme'] or 'dense'}, random weights"
     if flags["layers"] is not None:
         raise ConfigError("`--layers` goes with `--synthetic`")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,46 @@ import click
 from quantload.cli_options import JSON, QUIET, RULE, SCHEME, TRUST
 
 if TYPE_CHECKING:
+    import torch
+
     from quantload.api_generate import TextDecoder
     from quantload.layers.sampling import Sampling
+    from quantload.runtime.step_model import CacheScales
+
+_CACHES = {"auto": None, "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+KV_CACHE: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
+    "--kv-cache",
+    type=click.Choice(list(_CACHES)),
+    default="auto",
+    show_default=True,
+    help="Keys and values: as the model's activations, or FP8 with the checkpoint's scales.",
+)
+
+
+def cache_of(
+    name: str,
+    model: Any,  # noqa: ANN401 - of transformers, which is not imported here
+    source: str | None,
+) -> tuple[torch.dtype | None, CacheScales | None]:
+    """Return dtype and scales of a cache.
+
+    Args:
+        name: Value of `--kv-cache`.
+        model: The loaded model.
+        source: Its checkpoint; None is a synthetic model, whose scales are 1.
+    """
+    import torch
+
+    from quantload.api_generate import cache_scales, unit_scales
+
+    kind = _CACHES[name]
+    if kind is None:
+        return None, None
+    dtype: torch.dtype = getattr(torch, kind)
+    if name != "fp8":
+        return dtype, None
+    layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    return dtype, unit_scales(layers) if source is None else cache_scales(source, layers)
 
 
 @click.command()
@@ -30,6 +69,7 @@ if TYPE_CHECKING:
 @click.option("--repetition-penalty", type=float, help="Above 1 makes repeated tokens unlikely.")
 @click.option("--seed", type=int, help="Seed of the draws.")
 @click.option("--stream/--no-stream", default=True, help="Print one prompt's text as it comes.")
+@KV_CACHE
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
 @click.option("--dtype", help="float32, bfloat16 or float16; default that of the config.")
 @SCHEME
@@ -56,7 +96,9 @@ def generate(model: str, prompts: tuple[str, ...], **flags: Any) -> None:  # noq
             trust_remote_code=flags["trust_remote_code"],
             progress=progress,
         )
-    decoder = api_generate.TextDecoder(loaded, api_generate.load_tokenizer(model))
+    dtype, scales = cache_of(flags["kv_cache"], loaded, model)
+    tokenizer = api_generate.load_tokenizer(model)
+    decoder = api_generate.TextDecoder(loaded, tokenizer, cache_dtype=dtype, scales=scales)
     _show(decoder, prompts, sampling, flags)
 
 
@@ -102,4 +144,4 @@ def _show(
             click.echo(found.text)
 
 
-__all__ = ["generate"]
+__all__ = ["KV_CACHE", "cache_of", "generate"]

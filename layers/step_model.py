@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 )
 
 from quantload.errors import ConfigError, ModelError
+from quantload.runtime.parallel import Parallel
 from quantload.runtime.step_model import CacheScales, StepCache
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # the first that a model takes
@@ -286,6 +287,9 @@ def _own(cache: StepCache) -> TransformersCache:
 def _why_host_decides(model: PreTrainedModel) -> str:
     """Say what in the model looks at values on the host; "" if nothing is known to."""
     for module in model.modules():
+        parallel = getattr(module, "parallel", None)
+        if isinstance(parallel, Parallel) and max(parallel.tp_size, parallel.pp_size) > 1:
+            return "several processes share the model"
         kind = getattr(module, "rope_type", None)
         kinds = kind.values() if isinstance(kind, dict) else (kind,)
         if any(one in _HOST_ROPES for one in kinds):

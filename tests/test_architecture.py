@@ -134,6 +134,7 @@ OPTIONS = {
         *("model", "prompts", "--max-new-tokens", "--chat", "--stop", "--sample", "--temperature"),
         *("--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed", "--stream"),
         *("--device", "--dtype", "--scheme", "--rule", "--trust-remote-code", "--json", "--quiet"),
+        "--kv-cache",
     },
     "inspect": {
         *("source", "--all", "--json", "--check-tp", "--explain", "--model", "--tp", "--pp"),
