@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantload.runtime.kernels.dependent_launch import (
+    SUM,
     Ahead,
     ahead_of,
     fetch_ahead,
@@ -156,16 +157,11 @@ def _(hidden, delta, weight, *_):
 
 
 @triton.jit
-def _add(a, b):
-    return a + b
-
-
-@triton.jit
 def normed_row(
     values, w, eps, width, DTYPE: tl.constexpr, LATE: tl.constexpr, OFFSET: tl.constexpr
 ):
     """Return the norm of a row [H] float32, its values rounded to DTYPE, as float32."""
-    values = values * tl.rsqrt(tl.reduce(values * values, 0, _add) / width + eps)
+    values = values * tl.rsqrt(tl.reduce(values * values, 0, SUM) / width + eps)
     if LATE:
         values = values.to(DTYPE).to(tl.float32)
     if OFFSET:

@@ -36,12 +36,15 @@ from triton.language.extra import libdevice
 from quantload.runtime.kernels.add_norm import NormWeight
 from quantload.runtime.kernels.dependent_launch import (
     INTERPRETED,
+    LARGEST,
+    SUM,
     ahead_of,
     fetch_ahead,
     launches_early,
     let_next_start,
     wait_for_previous,
 )
+from quantload.runtime.kernels.quantize import e4m3_bits
 
 __all__ = ["HeadRule", "candidates", "decode_attention", "why_not"]
 
@@ -132,7 +135,7 @@ def decode_attention(
     """
     chosen = settings or _rule(len(q), rule.kv_heads, cache[0].shape[2], q.device)
     norm = rule.q_norm or _NO_NORM
-    return _attention(
+    out: Tensor = _attention(
         q, k, v, *rotary, *cache, positions, locks,
         None if rule.q_norm is None else rule.q_norm.weight,
         None if rule.k_norm is None else rule.k_norm.weight, norm.eps, norm.late, norm.offset,
@@ -140,6 +143,7 @@ def decode_attention(
         [rule.scale, rule.softcap, *scales], rule.interleaved,
         [chosen["splits"], chosen["block"], chosen["warps"], chosen["stages"]],
     )  # fmt: skip
+    return out
 
 
 _NO_NORM = NormWeight(torch.empty(0), 0.0, late=False, offset=False)
@@ -166,7 +170,7 @@ def _rule(batch: int, kv_heads: int, length: int, device: torch.device) -> Mappi
 @functools.cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 8
+        return 1  # the interpreter
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -204,6 +208,7 @@ def _attention(
             SUMMED=max(1, min(splits, _SUMMED // (filled * columns))),
             NORM=q_weight is not None, LATE=late, OFFSET=offset, INTERLEAVED=interleaved,
             WINDOW=window > 0, CAPPED=factors[1] > 0, SINKS=sinks is not None,
+            CODES=keys.dtype == torch.float8_e4m3fn,
             AHEAD=next_up is not None, EARLY=early, INTERPRETED=_INTERPRETED, WARPS=warps,
             num_warps=warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
@@ -214,16 +219,6 @@ def _attention(
 def _(q, k, v, cos, sin, keys, values, positions, locks, *rest):
     sizes = rest[-4]
     return q.new_empty(len(q), sizes[0] * sizes[2])
-
-
-@triton.jit
-def _add(a, b):
-    return a + b
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -248,7 +243,7 @@ def _prepared(
     stored = tl.load(base + row_starts[:, None] + d[None, :], mask=mask, other=0.0)
     x = stored.to(tl.float32)
     if NORM:
-        r = tl.rsqrt(tl.reduce(x * x, 1, _add) / D + eps)[:, None]
+        r = tl.rsqrt(tl.reduce(x * x, 1, SUM) / D + eps)[:, None]
         w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
         x = _norm_of(x, w, r, stored.dtype, LATE, OFFSET)
     if R > 0:
@@ -273,6 +268,16 @@ def _prepared(
 
 
 @triton.jit
+def _kept(x, scale, DTYPE: tl.constexpr, CODES: tl.constexpr):
+    """Return float32 numbers as the cache keeps them."""
+    if CODES:
+        x = x / scale
+        x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+        return e4m3_bits(x).to(tl.float8e4nv, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
 def _capped(scores, softcap, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr):
     if CAPPED:
         if INTERPRETED:  # which has no device library
@@ -294,6 +299,7 @@ def _decode_attention_kernel(
     COLUMNS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     SUMMED: tl.constexpr, NORM: tl.constexpr, LATE: tl.constexpr, OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    CODES: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -335,12 +341,12 @@ def _decode_attention_kernel(
             k, b * k_stride + h * D + one, one < 1, cos, sin, k_weight, eps,
             D, R, COLUMNS, NORM, LATE, OFFSET, INTERLEAVED,
         )  # fmt: skip
-        key = (tl.reduce(new, 0, _add) / k_scale).to(keys.dtype.element_ty)
+        key = _kept(tl.reduce(new, 0, SUM), k_scale, keys.dtype.element_ty, CODES)
         new_value = tl.load(v + b * v_stride + h * D + d, mask=inside, other=0.0).to(tl.float32)
-        value = (new_value / v_scale).to(values.dtype.element_ty)
+        value = _kept(new_value, v_scale, values.dtype.element_ty, CODES)
         tl.store(keys + start + now.to(tl.int64) * place_stride + d, key, mask=inside)
         tl.store(values + start + now.to(tl.int64) * place_stride + d, value, mask=inside)
-        scores = tl.reduce(asked * key.to(tl.float32)[None, :], 1, _add) * (scale * k_scale)
+        scores = tl.reduce(asked * key.to(tl.float32)[None, :], 1, SUM) * (scale * k_scale)
         m = _capped(scores, softcap, CAPPED, INTERPRETED)
         total += 1.0
         acc += value.to(tl.float32)[None, :]
@@ -355,10 +361,10 @@ def _decode_attention_kernel(
         scores = tl.dot(query, tl.trans(kt), input_precision="ieee") * (scale * k_scale)
         scores = _capped(scores, softcap, CAPPED, INTERPRETED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(m, tl.reduce(scores, 1, _larger))
+        higher = tl.maximum(m, tl.reduce(scores, 1, LARGEST))
         weights = tl.exp(scores - higher[:, None])
         shrink = tl.exp(m - higher)
-        total = total * shrink + tl.reduce(weights, 1, _add)
+        total = total * shrink + tl.reduce(weights, 1, SUM)
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(query.dtype), vt, acc, input_precision="ieee")
         m = higher
@@ -404,12 +410,12 @@ def _add_up(
     there = (s < active)[:, None] & (g < G)[None, :]
     m = tl.load(stats + at * 2, mask=there, other=float("-inf"))
     total = tl.load(stats + at * 2 + 1, mask=there, other=0.0)
-    highest = tl.reduce(m, 0, _larger)
+    highest = tl.reduce(m, 0, LARGEST)
     if SINKS:
         sink = tl.load(sinks + g, mask=g < G, other=0.0).to(tl.float32)
         highest = tl.maximum(highest, sink)
     highest = tl.where(g < G, highest, 0.0)
-    sums = tl.reduce(total * tl.exp(m - highest[None, :]), 0, _add)
+    sums = tl.reduce(total * tl.exp(m - highest[None, :]), 0, SUM)
     if SINKS:
         sums += tl.exp(sink - highest)
     acc = tl.full((FILLED, COLUMNS), 0.0, tl.float32)
@@ -421,7 +427,7 @@ def _add_up(
         weight = tl.exp(weight - highest[None, :])
         near = real[:, :, None] & (d < D)[None, None, :]
         parts = tl.load(part + rows[:, :, None] * D + d[None, None, :], mask=near, other=0.0)
-        acc += tl.reduce(parts * weight[:, :, None], 0, _add)
+        acc += tl.reduce(parts * weight[:, :, None], 0, SUM)
     sums = tl.where(g < G, sums, 1.0)
     result = acc * v_scale / sums[:, None]
     inside = (g < G)[:, None] & (d < D)[None, :]

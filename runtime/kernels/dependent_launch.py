@@ -29,10 +29,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-__all__ = ["INTERPRETED", "Ahead", "ahead_of", "fetch_ahead", "launches_early", "let_next_start",
-           "wait_for_previous"]  # fmt: skip
+__all__ = [
+    "INTERPRETED",
+    "LARGEST",
+    "SUM",
+    "Ahead",
+    "ahead_of",
+    "fetch_ahead",
+    "launches_early",
+    "let_next_start",
+    "wait_for_previous",
+]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+# What `tl.reduce` combines by; named as they are, the interpreter reduces at once and not in pairs.
+SUM, LARGEST = tl.standard._sum_combine, tl.standard._elementwise_max
 _PIECE = 1024  # bytes that one thread asks for
 AHEAD_BYTES = 8 << 20  # most that is fetched while one kernel runs
 
