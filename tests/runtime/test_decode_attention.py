@@ -153,6 +153,7 @@ def test_the_same_result_whatever_the_settings_and_twice(kernel_device: torch.de
     torch.testing.assert_close(first, case.run(), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in the interpreter
 def test_one_row_that_is_not_finite_spoils_no_other(kernel_device: torch.device) -> None:
     case = Case(kernel_device)
     case.q[1, 3] = float("nan")
