@@ -81,6 +81,52 @@ class StaticInput(nn.Module):
         return self.gemm.weight_values(dtype)  # type: ignore[operator, no-any-return]
 
 
+class StaticCodes(nn.Module):
+    """y = gemm(codes of x), for a kernel that multiplies with the codes of an input.
+
+    Args:
+        gemm: Has `forward_rounded`, as `runtime.rounded_gemm.RoundedLinear`.
+        input: A static scheme a tensor.
+        scale: [1], a multiplier.
+        zero: [1] or None.
+    """
+
+    differentiable = False
+    scale: Tensor
+    zero: Tensor | None
+    scales: Tensor
+
+    def __init__(
+        self, gemm: nn.Module, input: InputScheme, scale: Tensor, zero: Tensor | None
+    ) -> None:
+        super().__init__()
+        self.gemm, self.input = gemm, input
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero", zero)
+        scales = scale.float() if zero is None else torch.stack([scale.float(), zero.float()], 1)
+        self.register_buffer("scales", scales)  # [1], with a zero point [1, 2]
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map x [..., K] to [..., N]."""
+        y = self.forward_rounded(*self.round_input(x), bias)
+        return y.reshape(*x.shape[:-1], y.shape[-1]).to(x.dtype)
+
+    def round_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes [M, K] of x [..., K] and the scale that all share."""
+        from quantload.runtime.kernels.quantize_rows import quantize_static
+
+        rows = x.detach().reshape(-1, x.shape[-1])
+        return quantize_static(rows, self.input, self.scale, self.zero), self.scales
+
+    def forward_rounded(self, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return [M, N] for codes [M, K]."""
+        return self.gemm.forward_rounded(codes, scales, bias)  # type: ignore[operator, no-any-return]
+
+    def weight_values(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K]."""
+        return self.gemm.weight_values(dtype)  # type: ignore[operator, no-any-return]
+
+
 class RoundedInput(nn.Module):
     """y = gemm(x'), x' rounded before the kernel sees it.
 
@@ -111,13 +157,26 @@ def is_differentiable(gemm: nn.Module) -> bool:
 
 def with_static_input(
     gemm: nn.Module, weight: QuantTensor, scheme: InputScheme, device: torch.device
-) -> StaticInput:
-    """Round the input of a packed weight with the fixed scale that came with the weight."""
+) -> StaticInput | StaticCodes:
+    """Round the input of a packed weight with the fixed scale that came with the weight.
+
+    Kernels that take codes of an input get them; others get what the codes stand for.
+    """
     assert weight.input_scale is not None, "a static input has a scale"
     scale, zero = weight.input_scale.to(device), weight.input_zero
     if weight.evaluation.input == "/":
         scale = 1 / scale
-    return StaticInput(gemm, scheme.grid, scale, None if zero is None else zero.to(device))
+    zero = None if zero is None else zero.to(device)
+    if hasattr(gemm, "forward_rounded"):
+        return StaticCodes(gemm, scheme, scale, zero)
+    return StaticInput(gemm, scheme.grid, scale, zero)
 
 
-__all__ = ["RoundedInput", "ScaledInput", "StaticInput", "is_differentiable", "with_static_input"]
+__all__ = [
+    "RoundedInput",
+    "ScaledInput",
+    "StaticCodes",
+    "StaticInput",
+    "is_differentiable",
+    "with_static_input",
+]

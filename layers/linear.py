@@ -21,6 +21,7 @@ from quantload.quant.region import WHOLE, Region
 from quantload.quant.scheme import InputScheme, Scheme
 from quantload.quant.stacking import joined_rows, stack
 from quantload.runtime.gemm import choose, usable_input
+from quantload.runtime.rounded_gemm import RoundedGemm
 
 Key = tuple[str, int]  # leaf and slot of a tensor that a layer waits for
 
@@ -199,12 +200,33 @@ class QuantLinear(nn.Module):
             input, static = replace(input, dynamic=True), False  # type: ignore[type-var]
             note = "the checkpoint has no scale for its static input: quantized dynamically"
         bare = replace(weight, inner=None, input_scale=None, input_zero=None)
-        gemm = self._gemm(bare, None if static else input, device, note)
+        taken = self._input_of_kernel(bare, weight, input, device) if static else input
+        gemm = self._gemm(bare, taken, device, note)
         if static and input is not None:
             gemm = with_static_input(gemm, weight, input, device)
         if weight.inner is None:
             return gemm
         return ScaledInput(gemm, weight.inner.to(device), weight.evaluation.inner)
+
+    def _input_of_kernel(
+        self,
+        bare: QuantTensor,
+        weight: QuantTensor,
+        input: InputScheme | None,
+        device: torch.device,
+    ) -> InputScheme | None:
+        """Return a fixed rounding if a kernel multiplies with its codes; None: it is done before.
+
+        Args:
+            bare: The weight as kernels take it.
+            weight: The weight with the scale of its input.
+            input: A static scheme.
+            device: Where the kernel runs.
+        """
+        assert input is not None, "what is static is a scheme"
+        fixed = replace(input, symmetric=weight.input_zero is None)
+        refusal = RoundedGemm().why_not(bare, fixed, device=device, dtype=self.dtype)
+        return fixed if refusal is None else None
 
     def _gemm(
         self, weight: QuantTensor, input: InputScheme | None, device: torch.device, note: str

@@ -22,6 +22,7 @@ from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import InputScheme
 from quantload.runtime.cpu_gemm import CpuInt4, CpuInt8, CpuInt8Inputs
 from quantload.runtime.nibble_gemm import NibbleGemm
+from quantload.runtime.rounded_gemm import RoundedGemm
 
 if TYPE_CHECKING:
     from quantload.runtime.kernels.weight_only_layout import PackedWeight
@@ -312,6 +313,7 @@ class PackedRows(nn.Module):
 
 
 KERNELS: tuple[GemmKernel, ...] = (
+    RoundedGemm(),
     NibbleGemm(),
     TritonWeightOnly(),
     CpuInt8Inputs(),

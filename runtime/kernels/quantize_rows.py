@@ -16,6 +16,11 @@ from torch import Tensor
 from quantload.errors import ConfigError
 from quantload.quant.grid import E4M3
 from quantload.quant.scheme import InputScheme
+from quantload.runtime.kernels.dependent_launch import (
+    launches_early,
+    let_next_start,
+    wait_for_previous,
+)
 from quantload.runtime.kernels.quantize import (
     DTYPES,
     E4M3_GRID,
@@ -33,7 +38,7 @@ from quantload.runtime.kernels.quantize import (
     without_zeros,
 )
 
-__all__ = ["overlaps", "quantize_rows", "quantize_static", "rows_reach", "why_not"]
+__all__ = ["quantize_rows", "quantize_static", "rows_reach", "why_not"]
 
 _WIDEST = 1 << 15  # columns that a program holds at once
 _GROUP_ELEMENTS = 4096  # of a tile of groups
@@ -103,7 +108,7 @@ def _scale_and_zero(low, high, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _reach_kernel(x, reach, K, stride_x, BLOCK: tl.constexpr):
+def reach_of_rows(x, reach, K, stride_x, BLOCK: tl.constexpr):
     """Write the largest |x| of each row to reach [M]."""
     row = tl.program_id(0)
     found = tl.full((1,), 0.0, tl.float32)
@@ -116,16 +121,15 @@ def _reach_kernel(x, reach, K, stride_x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _token_kernel(
+def quantize_tokens(
     x, given, codes, scales, K, stride_x, given_step,
     GRID: tl.constexpr, DTYPE: tl.constexpr, ZEROS: tl.constexpr, PER_TENSOR: tl.constexpr,
-    BLOCK: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Quantize one row; `given` [M] or [1] is what it reaches, or None."""
     row = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     x += row.to(tl.int64) * stride_x
     codes += row.to(tl.int64) * K
     columns = tl.arange(0, BLOCK)
@@ -156,15 +160,14 @@ def _token_kernel(
 
 
 @triton.jit
-def _group_kernel(
+def quantize_groups(
     x, codes, scales, M, K, G, stride_x,
     GRID: tl.constexpr, DTYPE: tl.constexpr, POWERS: tl.constexpr,
-    SIZE: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Quantize BM rows x BG groups."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     g = tl.program_id(1) * BG + tl.arange(0, BG)
     k = g[None, :, None] * SIZE + tl.arange(0, SIZE)[None, None, :]
@@ -177,14 +180,14 @@ def _group_kernel(
 
 
 @triton.jit
-def _static_kernel(
+def quantize_fixed(
     x, scale, zero, codes, M, K, stride_x,
-    GRID: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    GRID: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile with the fixed scale [1]."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     inside = (m < M)[:, None] & (k < K)[None, :]
@@ -250,11 +253,6 @@ def quantize_static(x: Tensor, scheme: InputScheme, scale: Tensor, zero: Tensor 
     return codes
 
 
-def overlaps(device: torch.device) -> bool:
-    """True if a kernel may be launched while its predecessor still runs (PDL)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _rows(x: Tensor) -> Tensor:
     """Rows whose columns lie side by side; in the interpreter float32, which has bfloat16."""
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -272,7 +270,7 @@ def _rows_reach(x: Tensor) -> Tensor:
         block = min(triton.next_power_of_2(x.shape[1]), 8192)
         with torch.cuda.device_of(x):
             rows = _rows(x)
-            _reach_kernel[(len(rows),)](
+            reach_of_rows[(len(rows),)](
                 rows, out, x.shape[1], rows.stride(0), BLOCK=block, num_warps=_warps(block)
             )
     return out
@@ -308,12 +306,12 @@ def _quantize(
 def _launch_groups(
     rows: Tensor, bits: Tensor, scales: Tensor, dtype: object, grid: object, size: int, powers: bool
 ) -> None:
-    (m, k), groups, pdl = rows.shape, scales.shape[1], overlaps(rows.device)
+    (m, k), groups, early = rows.shape, scales.shape[1], launches_early(rows.device)
     bg = min(triton.next_power_of_2(groups), 2048 // size)
     bm = min(triton.next_power_of_2(m), _GROUP_ELEMENTS // (size * bg))
-    _group_kernel[(triton.cdiv(m, bm), triton.cdiv(groups, bg))](
+    quantize_groups[(triton.cdiv(m, bm), triton.cdiv(groups, bg))](
         rows, bits, scales, m, k, groups, rows.stride(0), GRID=grid, DTYPE=dtype, POWERS=powers,
-        SIZE=size, BM=bm, BG=bg, PDL=pdl, num_warps=4, **_pdl(pdl),
+        SIZE=size, BM=bm, BG=bg, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
 
 
@@ -321,18 +319,14 @@ def _launch_tokens(
     rows: Tensor, reach: Tensor | None, bits: Tensor, scales: Tensor, dtype: object, grid: object,
     zeros: bool, per_tensor: bool,
 ) -> None:  # fmt: skip
-    (m, k), pdl = rows.shape, overlaps(rows.device)
+    (m, k), early = rows.shape, launches_early(rows.device)
     block = min(triton.next_power_of_2(k), _WIDEST)
     step = 0 if reach is None or reach.numel() == 1 else 1
-    _token_kernel[(m,)](
+    quantize_tokens[(m,)](
         rows, reach, bits, scales, k, rows.stride(0), step, GRID=grid, DTYPE=dtype, ZEROS=zeros,
-        PER_TENSOR=per_tensor, BLOCK=block, ONCE=block >= k, PDL=pdl, num_warps=_warps(block),
-        **_pdl(pdl),
+        PER_TENSOR=per_tensor, BLOCK=block, ONCE=block >= k, EARLY=early, num_warps=_warps(block),
+        launch_pdl=early,
     )  # fmt: skip
-
-
-def _pdl(pdl: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if pdl else {}
 
 
 def _outputs(
@@ -360,15 +354,15 @@ def _(
 def _static(x: Tensor, scale: Tensor, zero: Tensor | None, floats: bool) -> Tensor:
     codes = torch.empty(x.shape, dtype=E4M3.storage if floats else torch.int8, device=x.device)
     if codes.numel():
-        (m, k), pdl = x.shape, overlaps(x.device)
+        (m, k), early = x.shape, launches_early(x.device)
         dtype = DTYPES[torch.promote_types(x.dtype, scale.dtype)]
         bk = min(triton.next_power_of_2(k), 1024)
         with torch.cuda.device_of(x):
             rows = _rows(x)
-            _static_kernel[(m, triton.cdiv(k, bk))](
+            quantize_fixed[(m, triton.cdiv(k, bk))](
                 rows, scale.float(), zero, codes.view(torch.int8), m, k, rows.stride(0),
-                GRID=E4M3_GRID if floats else INT8_GRID, DTYPE=dtype, BM=1, BK=bk, PDL=pdl,
-                num_warps=4, **_pdl(pdl),
+                GRID=E4M3_GRID if floats else INT8_GRID, DTYPE=dtype, BM=1, BK=bk, EARLY=early,
+                num_warps=4, launch_pdl=early,
             )  # fmt: skip
     return codes
 

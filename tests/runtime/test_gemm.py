@@ -15,7 +15,14 @@ from quantload.quant.grid import E2M1
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import InputScheme, parse_scheme
-from quantload.runtime.gemm import KERNELS, Reference, ReferenceLinear, choose, usable_input
+from quantload.runtime.gemm import (
+    KERNELS,
+    Reference,
+    ReferenceLinear,
+    TritonWeightOnly,
+    choose,
+    usable_input,
+)
 
 CPU = torch.device("cpu")
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -144,7 +151,7 @@ def test_inputs_on_a_table_grid_stay_in_full_precision() -> None:
 @pytest.mark.parametrize("scheme", ["W4A16:g32", "W8A8", "FP8_BLOCK"])
 def test_triton_row(kernel_device: torch.device, scheme: str) -> None:
     weight, input = case(scheme, torch.float32)
-    module = KERNELS[0].pack(weight, input, device=kernel_device, dtype=torch.float32)
+    module = TritonWeightOnly().pack(weight, input, device=kernel_device, dtype=torch.float32)
     x = torch.randn(3, 128, device=kernel_device)
     assert error(module, weight.to(kernel_device), input, x) < 2e-3
     values = module.weight_values(torch.float32)
@@ -158,7 +165,7 @@ def test_triton_row_keeps_its_dtypes_in_a_layer(kernel_device: torch.device) -> 
     weight, _ = case("FP8_DYNAMIC", torch.float32)
     scheme = parse_scheme("FP8_DYNAMIC")
     layer = QuantLinear(128, 96, bias=False, scheme=scheme, dtype=torch.float32, prefix="proj")
-    layer.gemm = KERNELS[0].pack(weight, None, device=kernel_device, dtype=torch.float32)
+    layer.gemm = TritonWeightOnly().pack(weight, None, device=kernel_device, dtype=torch.float32)
     x = torch.randn(3, 128, device=kernel_device)
     expected, packed = layer(x), layer.gemm.packed
     layer.to(torch.float32)
