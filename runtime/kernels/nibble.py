@@ -23,6 +23,7 @@ from quantload.errors import ShapeError
 from quantload.runtime.kernels.dependent_launch import launches_early
 from quantload.runtime.kernels.nibble_decode import decode_kernel
 from quantload.runtime.kernels.nibble_dense import dense_kernel, gather_kernel
+from quantload.runtime.kernels.nibble_gemv import gemv_kernel
 from quantload.runtime.kernels.nibble_layout import INTERPRETED
 from quantload.runtime.kernels.nibble_mid import mid_kernel
 from quantload.runtime.kernels.nibble_plan import Plan, plan_for
@@ -131,7 +132,9 @@ def _launch(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) ->
     if plan.path == "dense":
         return _dense(x, weight, bias)
     out = x.new_empty(x.shape[0], weight.rows)
-    if plan.path == "mid" and _is_aligned(x):
+    if plan.path == "gemv":
+        _gemv(x, weight, bias, plan, out)
+    elif plan.path == "mid" and _is_aligned(x):
         _mid(x, weight, bias, plan, out)
     else:
         _decode(x, weight, bias, plan, out)
@@ -198,6 +201,20 @@ def _mid(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: 
         BN=plan.rows, BM=plan.tokens, STEP=step, **_form(weight), AFTER=plan.after,
         SPLIT=plan.splits > 1, TILES=plan.swizzle, EARLY=early, STAGES=plan.stages,
         num_warps=plan.warps, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+
+
+def _gemv(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor) -> None:
+    m, n = out.shape
+    blocks, _, columns = weight.words.shape
+    early = plan.early and launches_early(x.device)
+    even = x.shape[1] == blocks * 4 * columns and blocks % plan.unroll == 0
+    gemv_kernel[(triton.cdiv(n, plan.rows), m)](
+        x, weight.words, weight.scale, weight.zero, weight.outer, weight.table, bias, out,
+        n, x.shape[1], blocks, x.stride(0), _blocks_per_group(weight),
+        BN=plan.rows, KB=plan.unroll, **_form(weight), EVEN_K=even, EARLY=early,
+        INTERPRETED=INTERPRETED.value, num_warps=plan.warps,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 

@@ -78,16 +78,16 @@ def four_scales(raw, KIND: tl.constexpr, GROUP_SLICES: tl.constexpr):
     if KIND == "none":
         return 1.0, 1.0, 1.0, 1.0
     else:
-        s0 = _scale(raw, 0, KIND)[:, None]
+        s0 = tl.expand_dims(_scale(raw, 0, KIND), -1)
         if GROUP_SLICES == 4:
             return s0, s0, s0, s0
         elif GROUP_SLICES == 2:
-            s1 = _scale(raw, 1, KIND)[:, None]
+            s1 = tl.expand_dims(_scale(raw, 1, KIND), -1)
             return s0, s0, s1, s1
         else:
             return (
-                s0, _scale(raw, 1, KIND)[:, None],
-                _scale(raw, 2, KIND)[:, None], _scale(raw, 3, KIND)[:, None],
+                s0, tl.expand_dims(_scale(raw, 1, KIND), -1),
+                tl.expand_dims(_scale(raw, 2, KIND), -1), tl.expand_dims(_scale(raw, 3, KIND), -1),
             )  # fmt: skip
 
 
@@ -100,14 +100,19 @@ def four_zeros(raw, FORM: tl.constexpr, GROUP_SLICES: tl.constexpr):
     if FORM != "zero":
         return 0, 0, 0, 0
     else:
-        z0 = (raw & 63)[:, None]
+        z0 = tl.expand_dims((raw & 63), -1)
         if GROUP_SLICES == 4:
             return z0, z0, z0, z0
-        z1 = ((raw >> 8) & 63)[:, None]
+        z1 = tl.expand_dims(((raw >> 8) & 63), -1)
         if GROUP_SLICES == 2:
             return z0, z0, z1, z1
         else:
-            return z0, z1, ((raw >> 16) & 63)[:, None], ((raw >> 24) & 63)[:, None]
+            return (
+                z0,
+                z1,
+                tl.expand_dims(((raw >> 16) & 63), -1),
+                tl.expand_dims(((raw >> 24) & 63), -1),
+            )
 
 
 @triton.jit

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "candidates", "kernel_name", "plan_for"]
 
-_PATHS: tuple[Literal["decode", "mid", "dense"], ...] = ("decode", "mid", "dense")
+_Path = Literal["decode", "mid", "dense", "gemv"]
+_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Plan:
     """How a product is launched.
 
     Args:
-        path: "decode", "mid" or "dense".
+        path: "decode", "mid", "dense" or "gemv".
         rows: Output features of a tile.
         tokens: Tokens of a tile.
         splits: Parts of K.
@@ -32,14 +33,14 @@ class Plan:
         warps: Warps of a program.
         after: Scales meet sums instead of values.
         tma: "decode": words come by the copy engine.
-        unroll: "decode": blocks of one round of the loop; at least as many as make 256 columns.
+        unroll: Blocks of one round of the loop; of "decode" as many as make 256 columns.
         step: "mid": columns of a slice in one step.
         swizzle: Tiles of rows that run beside each other.
         early: The kernel may start before the one before has ended (sm_90).
         prefetch: Blocks of words that are asked for before that one has ended.
     """
 
-    path: Literal["decode", "mid", "dense"]
+    path: _Path
     rows: int = 64
     tokens: int = 16
     splits: int = 1
@@ -55,7 +56,7 @@ class Plan:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, int]) -> Plan:
-        """Return the plan of an entry of a table; `path` is a place in decode, mid, dense."""
+        """Return the plan of an entry of a table; `path` is a place in a fixed list."""
         fields = dict(settings)
         path = _PATHS[fields.pop("path", 0)]
         flags = {
@@ -90,8 +91,10 @@ def plan_for(weight: NibbleWeight, tokens: int, device: torch.device) -> Plan:
     plan = None if settings is None else Plan.from_settings(settings)
     if plan is None:
         plan = by_rule(tokens, rows, blocks, columns, *_card(device))
-    if weight.offset is not None and plan.path == "mid":
+    if weight.offset is not None and plan.path in ("mid", "gemv"):
         plan = by_rule(tokens, rows, blocks, columns, 0, _card(device)[1])
+    if plan.path == "gemv":
+        return plan
     unroll = max(plan.unroll, 64 // columns)
     while blocks % unroll:
         unroll //= 2
