@@ -27,8 +27,10 @@ from quantload.quant.qtensor import QuantTensor
 
 __all__ = [
     "PackedBytes",
+    "group_scale",
     "pack",
     "pack_bytes",
+    "row_factor",
     "unpack_bytes",
     "why_not_packed",
 ]
@@ -147,14 +149,14 @@ def pack(weight: QuantTensor, *, device: torch.device, columns: int | None = Non
     if zero is not None:
         zero = (zero.t().contiguous() ^ 128 if zero.dtype == torch.uint8 else zero.t()).contiguous()
         zero = zero.view(torch.int8)
-    factor = _row_factor(weight)
+    factor = row_factor(weight)
     if grid.name == "e4m3":
         broken = ((raw & 127) == 127).any(dim=1)
         factor = raw.new_ones(raw.shape[0], dtype=torch.float64) if factor is None else factor
         factor = factor.masked_fill(broken, torch.nan)
     return PackedBytes(
         codes=pack_bytes(raw, columns=width),
-        scale=_group_scale(weight) if group else None,
+        scale=group_scale(weight) if group else None,
         zero=zero,
         outer=None if factor is None else factor.float().contiguous(),
         form=_FORMS.get(grid.name, "int"),
@@ -164,7 +166,7 @@ def pack(weight: QuantTensor, *, device: torch.device, columns: int | None = Non
     )
 
 
-def _row_factor(weight: QuantTensor) -> Tensor | None:
+def row_factor(weight: QuantTensor) -> Tensor | None:
     """[N] float64: `outer`, and the scale where a row has only one; None for ones."""
     rows, factor = weight.shape[0], None
     if weight.outer is not None:
@@ -177,7 +179,7 @@ def _row_factor(weight: QuantTensor) -> Tensor | None:
     return factor
 
 
-def _group_scale(weight: QuantTensor) -> Tensor:
+def group_scale(weight: QuantTensor) -> Tensor:
     """[G, R] in a dtype that the kernel loads."""
     scale = weight.multiplier.t().contiguous()
     if scale.dtype == torch.float8_e8m0fnu:

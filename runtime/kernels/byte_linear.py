@@ -36,23 +36,25 @@ from quantload.runtime.kernels.byte_settings import Settings, card, settings_for
 from quantload.runtime.kernels.byte_unpack import INTERPRETED, scale_values, unpack2
 from quantload.runtime.kernels.split_locks import split_locks
 
-__all__ = ["DTYPES", "byte_linear", "launch"]
+__all__ = ["DTYPES", "byte_linear", "launch", "prefetch_rows", "store_tile", "sum_of_splits"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 _AHEAD = 16  # blocks of weights that a program asks for before its predecessor has ended
 
 
 @triton.jit
-def _prefetch(address):
-    """Ask for the line of memory at each address (int64); returns nothing of use."""
-    return tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        args=[address],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def prefetch_rows(start, stride, blocks, LINES: tl.constexpr):
+    """Ask for LINES lines of 128 bytes from the address `start` on, of each of so many blocks."""
+    lines = start + tl.arange(0, LINES) * 128
+    for i in range(0, blocks):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            args=[lines + i.to(tl.int64) * stride],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -90,11 +92,9 @@ def byte_gemm_kernel(  # noqa: C901 - what is not there is compiled out
     first_words = codes + first.to(tl.int64) * N * C
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        LINES: tl.constexpr = BN * C * 2 // 128
-        lines = (first_words + n0 * C).to(tl.int64) + tl.arange(0, LINES) * 128
-        for i in range(0, tl.minimum(last - first, ahead)):
-            if n0 + BN <= N:
-                _prefetch(lines + i.to(tl.int64) * N * C * 2)
+        if n0 + BN <= N:
+            start = (first_words + n0 * C).to(tl.int64)
+            prefetch_rows(start, 2 * N * C, tl.minimum(last - first, ahead), BN * C * 2 // 128)
         tl.extra.cuda.gdc_wait()
     x_at = x + m[None, :].to(tl.int64) * stride_x + c[:, None]
     of_token = m[None, :] < M
@@ -144,9 +144,9 @@ def byte_gemm_kernel(  # noqa: C901 - what is not there is compiled out
     last_one = True
     if SPLIT:
         parts = partial + (tile * splits).to(tl.int64) * (BN * BM)
-        acc, last_one = _sum_of_splits(acc, parts, locks + tile, split, splits, BN, BM)
+        acc, last_one = sum_of_splits(acc, parts, locks + tile, split, splits, BN, BM)
     if last_one:
-        _store(acc, rows, n, m, outer, bias, out, M, N, BM)
+        store_tile(acc, rows, n, m, outer, bias, out, M, N, BM)
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def _add_pair(acc, w0, w1, x0, x1, s0, GROUPED: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_splits(acc, parts, lock, split, splits, BN: tl.constexpr, BM: tl.constexpr):
+def sum_of_splits(acc, parts, lock, split, splits, BN: tl.constexpr, BM: tl.constexpr):
     """Leave acc in its part; the last program of the tile gets the sum of all, in order."""
     at = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
     tl.store(parts + split * (BN * BM) + at, acc)
@@ -177,7 +177,8 @@ def _sum_of_splits(acc, parts, lock, split, splits, BN: tl.constexpr, BM: tl.con
 
 
 @triton.jit
-def _store(acc, rows, n, m, outer, bias, out, M, N, BM: tl.constexpr):
+def store_tile(acc, rows, n, m, outer, bias, out, M, N, BM: tl.constexpr):
+    """Finish sums [BN, BM] of features n and tokens m; `rows` are n, but below N."""
     if outer is not None:
         acc *= tl.load(outer + rows)[:, None]
     if bias is not None:

@@ -1,0 +1,126 @@
+"""How the GEMM of rounded inputs with weights of up to four bits is launched.
+
+Letters: M tokens, N output features, K input features, C columns of a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+import triton
+
+from quantload.runtime.kernels.byte_settings import Settings, card
+from quantload.runtime.kernels.nibble_rounded_layout import PackedForBytes
+from quantload.runtime.launch_settings import find
+
+__all__ = [
+    "MOST_FUSED",
+    "Settings",
+    "candidates",
+    "functions_for",
+    "kernel_name",
+    "rule",
+    "settings_for",
+]
+
+MOST_FUSED = 1024  # tokens from which on the weight is dequantized for cuBLAS
+
+
+def kernel_name(form: str, grouped: bool) -> str:
+    """Return the name under which settings are kept."""
+    return f"nibble rounded {form} {'groups' if grouped else 'channel'}"
+
+
+def _fewest_tokens(form: str) -> int:
+    return 8 if form == "int" else 16  # FP8 products with fewer are left to slower instructions
+
+
+def _shared_bytes(rows: int, tokens: int, columns: int, stages: int) -> int:
+    return columns * (rows + 2 * tokens) * stages
+
+
+def rule(
+    form: str, m: int, n: int, k: int, columns: int, processors: int, shared: int
+) -> dict[str, int]:
+    """Return settings for shapes that were not measured.
+
+    Args:
+        form: Of the codes, see `nibble_rounded_layout`.
+        m: Tokens.
+        n: Output features.
+        k: Input features.
+        columns: C.
+        processors: Of the device.
+        shared: Bytes of shared memory that a program may use.
+    """
+    if m >= MOST_FUSED:
+        return {"dequantize": 1}
+    tokens = max(_fewest_tokens(form), min(128, triton.next_power_of_2(m)))
+    rows, warps, stages = (64, 4, 4) if tokens <= 64 else (128, 8, 3)
+    while stages > 2 and _shared_bytes(rows, tokens, columns, stages) > shared:
+        stages -= 1
+    tiles = -(-n // rows) * -(-m // tokens)
+    blocks = -(-k // (2 * columns))
+    wanted = (4 if tokens <= 16 else 2) * processors // tiles
+    splits = max(1, min(wanted, blocks // 4, 16))
+    return {"rows": rows, "tokens": tokens, "warps": warps, "stages": stages, "splits": splits}
+
+
+def candidates(
+    m: int, n: int, k: int, columns: int = 64, form: str = "int"
+) -> Iterator[dict[str, int]]:
+    """Yield settings worth measuring on a card with 227 KiB of shared memory and 132 processors."""
+    tokens = max(_fewest_tokens(form), min(128, triton.next_power_of_2(m)))
+    blocks = -(-k // (2 * columns))
+    shapes = ((64, 4), (128, 4)) if m <= 64 else ((64, 4), (128, 4), (128, 8))
+    seen = set()
+    for (rows, warps), stages, load in product(shapes, (3, 4, 6), (1, 2, 4, 8)):
+        if _shared_bytes(rows, tokens, columns, stages) > 200_000:
+            continue
+        tiles = -(-n // rows) * -(-m // tokens)
+        key = (rows, tokens, warps, stages, max(1, min(blocks, round(132 * load / tiles))))
+        if key not in seen:
+            seen.add(key)
+            yield dict(zip(("rows", "tokens", "warps", "stages", "splits"), key, strict=True))
+
+
+def settings_for(
+    form: str, grouped: bool, device: torch.device, m: int, n: int, k: int, columns: int
+) -> Settings:
+    """Return what was measured on this card, else the rule's choice."""
+    processors, shared, _ = card(device)
+    settings = find(kernel_name(form, grouped), device, m=m, n=n, k=k)
+    if settings is None or not _fits(settings, columns, shared):
+        settings = rule(form, m, n, k, columns, processors, shared)
+    return settings
+
+
+def _fits(settings: Settings, columns: int, shared: int) -> bool:
+    if settings.get("dequantize"):
+        return True
+    sizes = settings["rows"], settings["tokens"], columns, settings["stages"]
+    return _shared_bytes(*sizes) <= shared
+
+
+def functions_for(packed: PackedForBytes, tokens: int) -> tuple[str, ...]:
+    """Return the device functions of a product with `tokens` tokens, cuBLAS's own as "cuBLAS".
+
+    Those that round the input are not among them, nor is the one of torch that turns its codes into
+    floats for cuBLAS.
+    """
+    if tokens == 0:
+        return ()
+    settings = settings_for(
+        packed.form,
+        packed.scale is not None,
+        packed.pairs.device,
+        tokens,
+        packed.out_features,
+        packed.in_features,
+        packed.pairs.shape[2],
+    )
+    if settings.get("dequantize"):
+        return ("nibble_rounded_dequantize_kernel", "cuBLAS")
+    return ("nibble_rounded_kernel",)
