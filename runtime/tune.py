@@ -35,6 +35,7 @@ __all__ = ["FAMILIES", "Tuned", "measure_limits", "read_own_table", "tune", "wri
 FAMILIES = {
     "byte": "quantload.runtime.kernels.byte_settings",
     "nibble": "quantload.runtime.kernels.nibble_plan",
+    "rounded": "quantload.runtime.kernels.rounded_settings",
 }
 """First word of a kernel's name -> module with `candidates(m, n, k)`."""
 
@@ -216,8 +217,13 @@ class _Layer:
 
 
 def _candidates(kernel: str, m: int, n: int, k: int) -> Iterator[Settings]:
-    family = importlib.import_module(FAMILIES[kernel.partition(" ")[0]])
-    yield from family.candidates(m, n, k)
+    name, *special = kernel.split()
+    family = importlib.import_module(FAMILIES[name])
+    if name == "rounded":  # its kernels differ by what codes are, and by what shares a scale
+        group = int(special[1].removeprefix("g")) if len(special) > 1 else 0
+        yield from family.candidates(m, n, k, floats=special[0] != "int8", group=group)
+    else:
+        yield from family.candidates(m, n, k)
 
 
 def graph_times(

@@ -135,6 +135,18 @@ def test_shapes_on_the_command_line():
         tune.parse_shapes("64")
 
 
+@pytest.mark.parametrize(
+    "kernel", ["nibble int g128", "byte e4m3 channel", "rounded int8", "rounded e4m3 g128"]
+)
+@pytest.mark.parametrize("m", [1, 16])
+def test_every_family_has_settings_to_try(kernel, m, monkeypatch):
+    monkeypatch.undo()  # the real families
+    found = list(tune._candidates(kernel, m, 6144, 4096))
+    assert len(found) > 3
+    assert all(isinstance(value, int) for one in found for value in one.values())
+    assert len({tuple(sorted(one.items())) for one in found}) == len(found), "tried twice"
+
+
 @pytest.mark.gpu
 def test_a_kernel_is_tuned_on_the_card(tmp_path, monkeypatch):
     monkeypatch.undo()  # the real families
