@@ -26,6 +26,7 @@ from quantload.runtime.kernels.nibble_dense import dense_kernel, gather_kernel
 from quantload.runtime.kernels.nibble_gemv import gemv_kernel
 from quantload.runtime.kernels.nibble_layout import INTERPRETED
 from quantload.runtime.kernels.nibble_mid import mid_kernel
+from quantload.runtime.kernels.nibble_parallel import parallel_kernel
 from quantload.runtime.kernels.nibble_plan import Plan, plan_for
 from quantload.runtime.kernels.nibble_weight import NibbleWeight
 from quantload.runtime.kernels.split_locks import split_locks
@@ -134,6 +135,8 @@ def _launch(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) ->
     out = x.new_empty(x.shape[0], weight.rows)
     if plan.path == "gemv":
         _gemv(x, weight, bias, plan, out)
+    elif plan.path == "parallel":
+        _parallel(x, weight, bias, plan, out)
     elif plan.path == "mid" and _is_aligned(x):
         _mid(x, weight, bias, plan, out)
     else:
@@ -213,6 +216,23 @@ def _gemv(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out:
         x, weight.words, weight.scale, weight.zero, weight.outer, weight.table, bias, out,
         n, x.shape[1], blocks, x.stride(0), _blocks_per_group(weight),
         BN=plan.rows, KB=plan.unroll, **_form(weight), EVEN_K=even, EARLY=early,
+        INTERPRETED=INTERPRETED.value, num_warps=plan.warps,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+
+
+def _parallel(
+    x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor
+) -> None:
+    m, n = out.shape
+    blocks, _, columns = weight.words.shape
+    early = plan.early and launches_early(x.device)
+    even = x.shape[1] == blocks * 4 * columns and blocks % plan.unroll == 0
+    parallel_kernel[(triton.cdiv(n, plan.rows) * triton.cdiv(m, plan.tokens),)](
+        x, weight.words, weight.scale, weight.zero, weight.outer, weight.table, bias, out,
+        m, n, x.shape[1], blocks, x.stride(0), _blocks_per_group(weight),
+        S=plan.unroll, BN=plan.rows, BM=plan.tokens, **_form(weight), AFTER=plan.after,
+        EVEN_K=even, EARLY=early, PREFETCH=plan.prefetch if early else 0, STAGES=plan.stages,
         INTERPRETED=INTERPRETED.value, num_warps=plan.warps,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -28,7 +28,7 @@ from quantload.runtime.kernels.nibble_groups import (
 )
 from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
 
-__all__ = ["decode_kernel", "finished", "four_inputs", "tile_of"]
+__all__ = ["decode_kernel", "finished", "four_inputs", "prefetch", "tile_of"]
 
 
 @triton.jit
@@ -44,14 +44,17 @@ def tile_of(index, tiles_n, tiles_m, TILES: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(address, BYTES: tl.constexpr, blocks, stride, PIECES: tl.constexpr):
-    """Ask for BYTES at `address`, `address + stride`, ... in pieces of 1 KiB."""
-    piece = tl.arange(0, PIECES)
-    block = tl.minimum(piece // (BYTES // 1024), blocks - 1)
-    place = address.to(tl.int64) + block.to(tl.int64) * stride + piece % (BYTES // 1024) * 1024
+def prefetch(address, BYTES: tl.constexpr, blocks, stride, BLOCKS: tl.constexpr):
+    """Ask for BYTES, a power of two, at `address`, `address + stride`, ... of BLOCKS blocks."""
+    SIZE: tl.constexpr = 1024 if BYTES >= 1024 else BYTES
+    EACH: tl.constexpr = BYTES // SIZE
+    piece = tl.arange(0, BLOCKS * EACH)
+    block = tl.minimum(piece // EACH, blocks - 1)
+    place = address.to(tl.int64) + block.to(tl.int64) * stride + piece % EACH * SIZE
+    size = tl.full((BLOCKS * EACH,), SIZE, tl.int32)
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;",
-        "=r,l", args=[place], dtype=tl.int32, is_pure=False, pack=1,
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r", args=[place, size], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -115,7 +118,7 @@ def decode_kernel(
     let_next_start(EARLY)
     if PREFETCH > 0 and not TMA:
         start = words + (first.to(tl.int64) * N + pn * BN) * C
-        _prefetch(start, BN * C * 2, last - first, N.to(tl.int64) * C * 2, BN * C // 512 * PREFETCH)
+        prefetch(start, BN * C * 2, last - first, N.to(tl.int64) * C * 2, PREFETCH)
     wait_for_previous(EARLY)
     if not TMA:
         wp = words + first.to(tl.int64) * N * C + rows[:, None] * C + i[None, :]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "candidates", "kernel_name", "plan_for"]
 
-_Path = Literal["decode", "mid", "dense", "gemv"]
-_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv")
+_Path = Literal["decode", "mid", "dense", "gemv", "parallel"]
+_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Plan:
     """How a product is launched.
 
     Args:
-        path: "decode", "mid", "dense" or "gemv".
+        path: "decode", "mid", "dense", "gemv" or "parallel".
         rows: Output features of a tile.
         tokens: Tokens of a tile.
         splits: Parts of K.
@@ -91,9 +91,9 @@ def plan_for(weight: NibbleWeight, tokens: int, device: torch.device) -> Plan:
     plan = None if settings is None else Plan.from_settings(settings)
     if plan is None:
         plan = by_rule(tokens, rows, blocks, columns, *_card(device))
-    if weight.offset is not None and plan.path in ("mid", "gemv"):
+    if weight.offset is not None and plan.path in ("mid", "gemv", "parallel"):
         plan = by_rule(tokens, rows, blocks, columns, 0, _card(device)[1])
-    if plan.path == "gemv":
+    if plan.path in ("gemv", "parallel"):
         return plan
     unroll = max(plan.unroll, 64 // columns)
     while blocks % unroll:

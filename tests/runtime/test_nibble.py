@@ -10,6 +10,7 @@ INTERPRETED_PLANS = {
     "decode before": {"rows": 16, "tokens": 16, "stages": 1, "after": 0},
     "decode split": {"rows": 32, "tokens": 16, "stages": 1, "splits": 2, "swizzle": 2},
     "dense": {"path": 2},
+    "parallel": {"path": 4, "rows": 16, "tokens": 16, "unroll": 2, "stages": 1},
     "gemv": {"path": 3, "rows": 16, "unroll": 2},
 }
 
