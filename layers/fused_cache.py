@@ -33,11 +33,13 @@ class Rotary:
         module: What was called.
         args: Its arguments; the positions are the integer tensor among them and `kwargs`.
         kwargs: See `args`.
+        doubled: The tables are half as wide as what they turn.
     """
 
     module: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
+    doubled: bool = False
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [len(positions), R]."""
@@ -68,7 +70,13 @@ class Rotary:
                     f"found at a length of {length}",
                     hint="a shorter cache, or the model's own forward",
                 )
-        return tables
+        return twice(tables) if self.doubled else tables
+
+
+def twice(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return tables [L, 2R] of which both halves are the given ones."""
+    cos, sin = (torch.cat((table, table), -1) for table in tables)
+    return cos, sin
 
 
 class FusedCache:
@@ -147,4 +155,4 @@ def new_fused_cache(
     return FusedCache(layers, [rule.window for rule in rules])
 
 
-__all__ = ["FusedCache", "Rotary", "new_fused_cache"]
+__all__ = ["FusedCache", "Rotary", "new_fused_cache", "twice"]

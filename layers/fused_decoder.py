@@ -15,6 +15,7 @@ Letters: B rows, T tokens, H width of the model, V vocabulary, L length of a cac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -250,8 +251,8 @@ def _made(
         done = proven(layer, candidate, given, index, _PLACES if index == 0 else _PLACES[:1])
         if isinstance(done, str):
             raise Unfit(f"layer {index}: {done}")
-        fused.append(done)
-        rotary.append(turn)
+        fused.append(done[0])
+        rotary.append(rotaries.doubled(turn) if done[1] else turn)
     return FusedDecoder(decoder, ends, fused, rotary, hidden.dtype, _vocabulary(record, head))
 
 
@@ -285,6 +286,11 @@ class _Rotaries:
     def __init__(self, calls: Sequence[Call], hidden: Tensor) -> None:
         self._calls, self._hidden = calls, hidden
         self._known: dict[int, tuple[Rotary, tuple[Tensor, Tensor]]] = {}
+        self._doubled: dict[int, Rotary] = {}
+
+    def doubled(self, rotary: Rotary) -> Rotary:
+        """Return the one whose tables are twice as wide."""
+        return self._doubled.setdefault(id(rotary), replace(rotary, doubled=True))
 
     def of(self, layer: Call) -> tuple[Rotary, Given]:
         """Return what turns the heads of a layer, and what the layer is called with."""

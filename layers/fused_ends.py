@@ -53,9 +53,9 @@ class Ends:
         """Return logits [B, V]."""
         from quantload.runtime.kernels.add_norm import add_norm
 
-        x = add_norm(
-            flow.hidden, flow.delta, self.norm, post=flow.post, ahead=weight_of(self.head)
-        )[1]
+        ahead = weight_of(self.head)
+        x = add_norm(flow.hidden, flow.delta, self.norm, post=flow.post, ahead=ahead)[1]
+        assert isinstance(x, Tensor), "no codes were asked for"
         return self.logits(x)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -7,7 +7,8 @@
     delta     = down(act(gate(x)) * up(x))                  or any other module that maps rows
 
 The sum behind the MLP is left to the next layer, whose first norm reads it. Each small kernel
-fetches weights of the product behind it. Layers of transformers models are taken apart into this by
+fetches weights of the product behind it, and quantizes what it hands on where that product wants
+codes. Layers of transformers models are taken apart into this by
 `fused_recognition.py`, and held against their own forward by `fused_proof.py`.
 
 Letters: B rows, H width of the model.
@@ -23,10 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from quantload.layers.fast_glu import GluFormula
+from quantload.layers.linear import QuantLinear
 from quantload.layers.stack import LinearStack
+from quantload.quant.scheme import InputScheme
 
 if TYPE_CHECKING:
-    from quantload.runtime.kernels.add_norm import NormWeight
+    from quantload.runtime.kernels.add_norm import Codes, NormWeight
     from quantload.runtime.kernels.decode_attention import HeadRule
 
 
@@ -72,16 +75,35 @@ class Projection:
         members: One stack of the three, one layer whose features are the three side by side, or
             three layers.
         sizes: Features of q, k and v.
+        norms: Of q and k, over all their heads at once (OLMo 2); None has none.
     """
 
     members: Sequence[nn.Module]
     sizes: tuple[int, int, int]
+    norms: tuple[NormWeight, NormWeight] | None = None
 
-    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+    @property
+    def codes(self) -> InputScheme | None:
+        """How what it reads is to be quantized; None takes it as it is."""
+        return codes_for(self.members[0]) if len(self.members) == 1 else None
+
+    def __call__(self, x: Tensor | Codes) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v [B, N_i] of x [B, H]."""
         if len(self.members) == 1:
-            return torch.split(self.members[0](x), list(self.sizes), dim=-1)
-        return [member(x) for member in self.members]
+            q, k, v = torch.split(multiply(self.members[0], x), list(self.sizes), dim=-1)
+        else:
+            q, k, v = (multiply(member, x) for member in self.members)
+        if self.norms is not None:
+            q, k = _normed(q, self.norms[0]), _normed(k, self.norms[1])
+        return q, k, v
+
+
+def _normed(x: Tensor, norm: NormWeight) -> Tensor:
+    from quantload.runtime.kernels.add_norm import add_norm
+
+    normed = add_norm(x, None, norm)[1]
+    assert isinstance(normed, Tensor), "no codes were asked for"
+    return normed
 
 
 @dataclass(frozen=True)
@@ -96,21 +118,48 @@ class GatedMlp:
     module: nn.Module
     formula: GluFormula
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Codes) -> Tensor:
         """Map [B, H] to [B, H]."""
-        from quantload.runtime.kernels.glu import glu
+        from quantload.runtime.kernels.glu import WIDEST, glu, glu_codes
 
-        gate, up = self.formula.factors(self.module, x)
+        gate, up = self._factors(x)
         down = self.module._modules[self.formula.down]
         assert down is not None, "a recognised unit has its layers"
-        product = glu(gate, up, self.formula.known, ahead=weight_of(down))
-        return down(product)  # type: ignore[no-any-return]
+        scheme, act, ahead = codes_for(down), self.formula.known, weight_of(down)
+        if scheme is None or gate.shape[-1] > WIDEST:
+            return multiply(down, glu(gate, up, act, ahead=ahead))
+        return multiply(down, glu_codes(gate, up, act, scheme, ahead=ahead))
+
+    def _factors(self, x: Tensor | Codes) -> tuple[Tensor, Tensor]:
+        """Return gate and up [B, I]."""
+        if isinstance(x, Tensor):
+            return self.formula.factors(self.module, x)
+        both = multiply(self.first, x)
+        gate, up = (self.module._modules[name] for name in (self.formula.gate, self.formula.up))
+        assert gate is not None, "a recognised unit has its layers"
+        assert up is not None, "a recognised unit has its layers"
+        if gate is up:
+            one, two = both.chunk(2, dim=-1)
+            return (one, two) if self.formula.gate_first else (two, one)
+        parts = torch.split(both, self.first.part_sizes, dim=-1)  # type: ignore[arg-type]
+        return parts[gate.slot], parts[up.slot]  # type: ignore[index]
 
     @property
-    def first(self) -> nn.Module | None:
-        """What reads x first."""
+    def first(self) -> nn.Module:
+        """What reads x first: a stack of gate and up, one layer for both, or that of the gate."""
         gate = self.module._modules[self.formula.gate]
-        return None if gate is None else gate.__dict__.get("stack", gate)
+        assert gate is not None, "a recognised unit has its layers"
+        stack: nn.Module = gate.__dict__.get("stack", gate)
+        return stack
+
+    @property
+    def codes(self) -> InputScheme | None:
+        """How what it reads is to be quantized; None takes it as it is."""
+        formula, up = self.formula, self.module._modules[self.formula.up]
+        alone = formula.gate != formula.up and getattr(up, "stack", None) is not self.first
+        if alone or (isinstance(self.first, LinearStack) and len(self.first.part_sizes) > 2):
+            return None
+        return codes_for(self.first)
 
 
 @dataclass(frozen=True)
@@ -123,8 +172,9 @@ class OwnMlp:
 
     module: nn.Module
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Codes) -> Tensor:
         """Map [B, H] to [B, H]."""
+        assert isinstance(x, Tensor), "it did not ask for codes"
         result = self.module(x[:, None])
         result = result[0] if isinstance(result, tuple) else result
         return result.reshape(x.shape)  # type: ignore[no-any-return]
@@ -132,6 +182,11 @@ class OwnMlp:
     @property
     def first(self) -> nn.Module | None:
         """Nothing is known of what reads x first."""
+        return None
+
+    @property
+    def codes(self) -> InputScheme | None:
+        """It takes x as it is."""
         return None
 
 
@@ -164,14 +219,21 @@ class FusedLayer:
         hidden, x = self._heads(flow, positions, kept)
         return Flow(hidden, self.mlp(x), self.after_mlp)
 
-    def _heads(self, flow: Flow, positions: Tensor, kept: KeptHeads) -> tuple[Tensor, Tensor]:
+    def _heads(
+        self, flow: Flow, positions: Tensor, kept: KeptHeads
+    ) -> tuple[Tensor, Tensor | Codes]:
         """Return the residual stream after attention, and what the MLP reads."""
         from quantload.runtime.kernels.add_norm import add_norm
         from quantload.runtime.kernels.decode_attention import decode_attention
 
         ahead = weight_of(self.projection.members[0])
         hidden, x = add_norm(
-            flow.hidden, flow.delta, self.before_heads, post=flow.post, ahead=ahead
+            flow.hidden,
+            flow.delta,
+            self.before_heads,
+            post=flow.post,
+            codes=self.projection.codes if self.before_heads else None,
+            ahead=ahead,
         )
         q, k, v = self.projection(x)
         attended = decode_attention(
@@ -191,8 +253,34 @@ class FusedLayer:
             self.output(attended),
             self.before_mlp,
             post=self.after_heads,
+            codes=self.mlp.codes if self.before_mlp else None,
             ahead=weight_of(self.mlp.first),
         )
+
+
+def codes_for(module: nn.Module) -> InputScheme | None:
+    """Return how a kernel is to quantize what a layer reads; None where the layer does that."""
+    from quantload.runtime.kernels.add_norm import writes_codes
+
+    if not isinstance(module, QuantLinear) or isinstance(module.gemm, nn.Identity):
+        return None
+    as_is = type(module).forward in (QuantLinear.forward, LinearStack.forward)
+    gemm, separate = module.gemm, getattr(module, "separate", None) is not None
+    takes_codes = hasattr(gemm, "forward_rounded") and getattr(gemm, "exchange_max", None) is None
+    if separate or not (as_is and takes_codes):
+        return None
+    scheme = getattr(gemm, "input", None)
+    known = isinstance(scheme, InputScheme) and writes_codes(scheme, module.in_features)
+    return scheme if known else None
+
+
+def multiply(module: nn.Module, x: Tensor | Codes) -> Tensor:
+    """Run a linear layer on rows, or on their codes where `codes_for` asked for them."""
+    if isinstance(x, Tensor):
+        y: Tensor = module(x)
+        return y
+    y = module.gemm.forward_rounded(x.codes, x.scales, module.bias)  # type: ignore[operator, union-attr]
+    return y
 
 
 def weight_of(module: nn.Module | None) -> Tensor | None:
@@ -204,4 +292,14 @@ def weight_of(module: nn.Module | None) -> Tensor | None:
     return max(tensors, key=lambda t: t.numel() * t.element_size(), default=None)
 
 
-__all__ = ["Flow", "FusedLayer", "GatedMlp", "KeptHeads", "OwnMlp", "Projection", "weight_of"]
+__all__ = [
+    "Flow",
+    "FusedLayer",
+    "GatedMlp",
+    "KeptHeads",
+    "OwnMlp",
+    "Projection",
+    "codes_for",
+    "multiply",
+    "weight_of",
+]

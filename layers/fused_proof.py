@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from quantload.layers.fused_cache import new_fused_cache
+from quantload.layers.fused_cache import new_fused_cache, twice
 from quantload.layers.fused_layer import Flow, FusedLayer, OwnMlp
 from quantload.layers.fused_recognition import listened_to, parts_of
 from quantload.layers.fused_recording import recording
@@ -58,8 +58,10 @@ def kept_by(cache: DynamicCache, index: int) -> tuple[Tensor, Tensor]:
 
 def proven(
     layer: nn.Module, fused: FusedLayer, given: Given, index: int, positions: Sequence[int]
-) -> FusedLayer | str:
+) -> tuple[FusedLayer, bool] | str:
     """Return the fused layer, its rotary of the kind that agrees; or how it differs.
+
+    Tables of half as many columns as rotary turns (gpt-oss) are doubled; the second result says so.
 
     Args:
         layer: The layer.
@@ -69,19 +71,23 @@ def proven(
         positions: Positions to try, below 80.
     """
     reason = ""
-    for interleaved in (False, True):
-        rule = replace(fused.rule, interleaved=interleaved)
-        candidate = replace(fused, rule=rule)
+    columns = given.tables[0].shape[1]
+    for interleaved, doubled in ((False, False), (False, True), (True, False)):
+        if columns * (1 + doubled) > fused.rule.width:
+            continue
+        candidate = replace(fused, rule=replace(fused.rule, interleaved=interleaved))
         found = ""
         for place in positions:
-            found = found or _difference(layer, candidate, given, index, place)
+            found = found or _difference(layer, candidate, given, index, place, doubled=doubled)
         if not found:
-            return candidate
+            return candidate, doubled
         reason = reason or found
-    return reason
+    return reason or f"rotary tables of {columns} columns for heads of {fused.rule.width}"
 
 
-def _difference(layer: nn.Module, fused: FusedLayer, given: Given, index: int, place: int) -> str:
+def _difference(
+    layer: nn.Module, fused: FusedLayer, given: Given, index: int, place: int, *, doubled: bool
+) -> str:
     """Return how both differ for a token at `place`, "" if they do not."""
     seed = torch.Generator().manual_seed(index * 1000 + place)
     x = _input(layer, given, seed)
@@ -91,7 +97,8 @@ def _difference(layer: nn.Module, fused: FusedLayer, given: Given, index: int, p
     step = fused
     if isinstance(fused.mlp, OwnMlp):
         step = replace(fused, mlp=OwnMlp(_Stand(mlp_output)))
-    found, keys, values = _fused(step, given, x, past, place)
+    tables = twice(given.tables) if doubled else given.tables
+    found, keys, values = _fused(step, tables, x, past, place)
     limit = _TOLERANCE[x.dtype]
     pairs = {"key": (keys, kept[0]), "value": (values, kept[1]), "result": (found, expected)}
     if isinstance(step.mlp, OwnMlp):
@@ -162,13 +169,17 @@ def _own(
 
 
 def _fused(
-    fused: FusedLayer, given: Given, x: Tensor, past: Sequence[Tensor], place: int
+    fused: FusedLayer,
+    tables: tuple[Tensor, Tensor],
+    x: Tensor,
+    past: Sequence[Tensor],
+    place: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the fused layer: what it adds, its new key and value."""
     from quantload.runtime.kernels.add_norm import add_norm
 
     cache = new_fused_cache(
-        [fused.rule], [given.tables], _ROWS, _LENGTH, dtype=x.dtype, scales=[(1.0, 1.0)]
+        [fused.rule], [tables], _ROWS, _LENGTH, dtype=x.dtype, scales=[(1.0, 1.0)]
     )
     cache.write_prompts(0, slice(None), *past)
     kept = cache.layers[0]

@@ -132,10 +132,12 @@ def take_apart(layer: nn.Module, record: Recording) -> FusedLayer:
     inner = record.among([child for child in attention.children() if not _is_idle(child)])
     linear = [call for call in inner if is_linear(call.module)]
     head_norms = [call for call in inner if not is_linear(call.module)]
-    rule = _with_norms(_rule(heads), head_norms)
+    rule = _rule(heads)
+    projection = _projection(linear, parts.attention, rule)
+    rule, projection = _with_norms(rule, projection, head_norms)
     return FusedLayer(
         before_heads=before_heads,
-        projection=_projection(linear, parts.attention, rule),
+        projection=projection,
         rule=rule,
         output=_output(linear, parts.attention),
         after_heads=after_heads,
@@ -187,17 +189,21 @@ def _sinks(sinks: Tensor | None) -> Tensor | None:
     return sinks.detach()
 
 
-def _with_norms(rule: HeadRule, calls: Sequence[Call]) -> HeadRule:
-    """Add the norms of query and key heads, which are called in this order."""
+def _with_norms(
+    rule: HeadRule, projection: Projection, calls: Sequence[Call]
+) -> tuple[HeadRule, Projection]:
+    """Add the norms of queries and keys, which are called in this order: of heads, or of all."""
     if not calls:
-        return rule
+        return rule, projection
     if len(calls) != 2:
         raise Unfit(f"{len(calls)} modules between q, k, v and attention, expected two norms")
     q_norm, k_norm = (norm_weight(call.module) for call in calls)
-    sizes = {len(q_norm.weight), len(k_norm.weight)}
-    if sizes != {rule.width}:
-        raise Unfit(f"norms of q and k of {sorted(sizes)} columns, expected heads of {rule.width}")
-    return replace(rule, q_norm=q_norm, k_norm=k_norm)
+    sizes = len(q_norm.weight), len(k_norm.weight)
+    if sizes == (rule.width, rule.width):
+        return replace(rule, q_norm=q_norm, k_norm=k_norm), projection
+    if sizes == projection.sizes[:2]:
+        return rule, replace(projection, norms=(q_norm, k_norm))
+    raise Unfit(f"norms of q and k of {sizes} columns, expected heads of {rule.width}")
 
 
 def _projection(calls: Sequence[Call], attention: Call, rule: HeadRule) -> Projection:

@@ -23,6 +23,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra import libdevice
 
+from quantload.quant.scheme import InputScheme
+from quantload.runtime.kernels.add_norm import (
+    Codes,
+    form_of,
+    grid_of,
+    room_for_codes,
+    store_codes,
+)
 from quantload.runtime.kernels.dependent_launch import (
     ahead_of,
     fetch_ahead,
@@ -31,7 +39,7 @@ from quantload.runtime.kernels.dependent_launch import (
     wait_for_previous,
 )
 
-__all__ = ["ACTIVATIONS", "glu", "is_exact"]
+__all__ = ["ACTIVATIONS", "WIDEST", "glu", "glu_codes", "is_exact"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -39,6 +47,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+WIDEST = 1 << 15  # columns that `glu_codes` takes
 _BLOCK = 1024
 _WARPS = 4
 _TRIED_AT_ONCE = 1 << 22
@@ -79,6 +88,76 @@ def glu(gate: Tensor, up: Tensor, activation: str, *, ahead: Tensor | None = Non
     return out
 
 
+def glu_codes(
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    scheme: InputScheme,
+    *,
+    ahead: Tensor | None = None,
+) -> Codes:
+    """Return act(gate) * up, quantized: the codes and scales of `quantize_rows` for it.
+
+    Args:
+        gate: [M, I], as for `glu`; at most 32768 columns.
+        up: The same shape and dtype.
+        activation: A name in `ACTIVATIONS`.
+        scheme: `writes_codes` is true for it.
+        ahead: Weight of the next product, fetched into the cache meanwhile.
+    """
+    gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
+    return Codes(*_glu_codes(gate, up, activation, form_of(scheme), ahead))
+
+
+@torch.library.custom_op("quantload::glu_codes", mutates_args=())
+def _glu_codes(
+    gate: Tensor, up: Tensor, activation: str, form: list[int], ahead: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    tokens, width = gate.shape
+    codes, scales = room_for_codes(gate, tokens, width, form)
+    block, early = triton.next_power_of_2(width), launches_early(gate.device)
+    assert block <= WIDEST, f"rows of {width}"
+    warps = min(max(block // 1024, 1), 16)
+    next_up = ahead_of(ahead, gate.device, warps)
+    with torch.cuda.device_of(gate):
+        if codes.numel():
+            _glu_codes_kernel[(tokens + (next_up.programs if next_up else 0),)](
+                gate, up, codes, scales, next_up.start if next_up else gate,
+                next_up.pieces if next_up else 0, tokens, width, gate.stride(0), up.stride(0),
+                ACT=activation, BLOCK=block, GRID=grid_of(form), GROUP=form[1],
+                INTERPRETED=_INTERPRETED, AHEAD=next_up is not None, EARLY=early, WARPS=warps,
+                num_warps=warps, **({"launch_pdl": True} if early else {}),
+            )  # fmt: skip
+    return codes, scales
+
+
+@_glu_codes.register_fake
+def _(gate, up, activation, form, ahead):
+    tokens, width = gate.shape
+    return room_for_codes(gate, tokens, width, form)
+
+
+@triton.jit
+def _activated(x, ACT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The activation of float32 numbers."""
+    if ACT == "silu":
+        # NOTE: the interpreter has no device library; there the bits are those of numpy
+        power = tl.exp(-x) if INTERPRETED else libdevice.exp(-x)
+        y = x / (1.0 + power) if INTERPRETED else tl.div_rn(x, 1.0 + power)
+    elif ACT == "gelu":
+        part = x * 0.70710678118654752440
+        y = x * 0.5 * (1.0 + (tl.erf(part) if INTERPRETED else libdevice.erf(part)))
+    elif ACT == "gelu_tanh":
+        inner = 0.79788456080286535588 * (x + 0.044715 * (x * x * x))
+        power = tl.exp(-2.0 * tl.abs(inner)) if INTERPRETED else 0.0
+        size = (1.0 - power) / (1.0 + power) if INTERPRETED else 0.0
+        sign = tl.where(inner < 0.0, -1.0, 1.0)
+        y = 0.5 * x * (1.0 + (sign * size if INTERPRETED else libdevice.tanh(inner)))
+    else:
+        y = tl.where(x <= 0.0, 0.0, x)  # NaN stays NaN, -0 becomes 0
+    return y
+
+
 @triton.jit
 def _glu_kernel(
     gate, up, out, ahead, pieces, tokens, width, gate_stride, up_stride,
@@ -95,25 +174,31 @@ def _glu_kernel(
             fetch_ahead(ahead, pieces, index, WARPS)
     wait_for_previous(EARLY)
     stored = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
-    x = stored.to(tl.float32)
-    if ACT == "silu":
-        # NOTE: the interpreter has no device library; there the bits are those of numpy
-        power = tl.exp(-x) if INTERPRETED else libdevice.exp(-x)
-        y = x / (1.0 + power) if INTERPRETED else tl.div_rn(x, 1.0 + power)
-    elif ACT == "gelu":
-        part = x * 0.70710678118654752440
-        y = x * 0.5 * (1.0 + (tl.erf(part) if INTERPRETED else libdevice.erf(part)))
-    elif ACT == "gelu_tanh":
-        inner = 0.79788456080286535588 * (x + 0.044715 * (x * x * x))
-        power = tl.exp(-2.0 * tl.abs(inner)) if INTERPRETED else 0.0
-        size = (1.0 - power) / (1.0 + power) if INTERPRETED else 0.0
-        sign = tl.where(inner < 0.0, -1.0, 1.0)
-        y = 0.5 * x * (1.0 + (sign * size if INTERPRETED else libdevice.tanh(inner)))
-    else:
-        y = tl.where(x <= 0.0, 0.0, x)  # NaN stays NaN, -0 becomes 0
+    y = _activated(stored.to(tl.float32), ACT, INTERPRETED)
     y = y.to(stored.dtype).to(tl.float32)
     y = y * tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _glu_codes_kernel(
+    gate, up, codes, scales, ahead, pieces, tokens, width, gate_stride, up_stride,
+    ACT: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr, GROUP: tl.constexpr,
+    INTERPRETED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = (columns < width) & (row < tokens)
+    let_next_start(EARLY)
+    if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
+        if row >= tokens:
+            fetch_ahead(ahead, pieces, (row - tokens).to(tl.int32), WARPS)
+    wait_for_previous(EARLY)
+    stored = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
+    other = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    y = _activated(stored.to(tl.float32), ACT, INTERPRETED).to(stored.dtype).to(tl.float32)
+    y = tl.where(inside, (y * other).to(stored.dtype).to(tl.float32), 0.0)
+    store_codes(codes, scales, y, row, row < tokens, width, stored.dtype, BLOCK, GRID, GROUP)
 
 
 @functools.cache

@@ -56,3 +56,44 @@ def test_one_row_that_is_not_finite_spoils_no_other(kernel_device: torch.device)
     normed = add_norm(hidden, torch.zeros_like(hidden), norm)[1]
     assert normed[1].isnan().all()
     assert normed[[0, 2]].isfinite().all()
+
+
+SCHEMES = {
+    "token": {"granularity": "token"},
+    "group": {"granularity": "group", "group_size": 32},
+}
+
+
+@pytest.mark.parametrize("grid", ["int8", "e4m3"])
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_codes_are_those_of_the_norm(grid: str, kind: str, kernel_device: torch.device) -> None:
+    from quantload.quant.grid import E4M3, INT8
+    from quantload.quant.scheme import InputScheme
+    from quantload.runtime.kernels.add_norm import Codes, NormWeight, add_norm, writes_codes
+    from quantload.runtime.kernels.quantize_rows import quantize_rows
+
+    scheme = InputScheme(grid={"int8": INT8, "e4m3": E4M3}[grid], **SCHEMES[kind])
+    if not writes_codes(scheme, 96):
+        assert (grid, kind) == ("int8", "group")
+        return
+    hidden, delta = (torch.randn(3, 96, device=kernel_device).half() for _ in range(2))
+    norm = NormWeight(torch.randn(96, device=kernel_device).half(), 1e-5, late=True, offset=False)
+    total, plain = add_norm(hidden, delta, norm)
+    again, found = add_norm(hidden, delta, norm, codes=scheme)
+    assert isinstance(found, Codes)
+    assert isinstance(plain, Tensor)
+    codes, scales = quantize_rows(plain, scheme)
+    assert torch.equal(again, total)
+    assert torch.equal(found.codes.view(torch.int8), codes.view(torch.int8))
+    assert torch.equal(found.scales, scales)
+
+
+def test_schemes_that_no_codes_are_written_for() -> None:
+    from quantload.quant.grid import E4M3
+    from quantload.quant.scheme import InputScheme
+    from quantload.runtime.kernels.add_norm import writes_codes
+
+    assert not writes_codes(None, 64)
+    assert not writes_codes(InputScheme(grid=E4M3, granularity="token", dynamic=False), 64)
+    assert not writes_codes(InputScheme(grid=E4M3, granularity="tensor"), 64)
+    assert not writes_codes(InputScheme(grid=E4M3, granularity="group", group_size=128), 192)

@@ -83,3 +83,19 @@ def test_every_input_has_the_bits_of_torch(
     assert is_exact(name, dtype, kernel_device)
     gate, up = (torch.randn(300, 5000, device=kernel_device).mul(4).to(dtype) for _ in range(2))
     assert torch.equal(glu(gate, up, name), ACTIVATIONS[name](gate) * up)
+
+
+@pytest.mark.parametrize("width", [96, 160])
+def test_codes_are_those_of_the_product(width: int, kernel_device: torch.device) -> None:
+    from quantload.quant.grid import E4M3
+    from quantload.quant.scheme import InputScheme
+    from quantload.runtime.kernels.glu import glu, glu_codes
+    from quantload.runtime.kernels.quantize_rows import quantize_rows
+
+    scheme = InputScheme(grid=E4M3, granularity="token")
+    both = torch.randn(3, 2 * width, device=kernel_device).half()
+    gate, up = both.chunk(2, dim=-1)
+    found = glu_codes(gate, up, "silu", scheme)
+    codes, scales = quantize_rows(glu(gate, up, "silu"), scheme)
+    assert torch.equal(found.codes.view(torch.int8), codes.view(torch.int8))
+    assert torch.equal(found.scales, scales)
