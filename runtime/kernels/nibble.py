@@ -27,7 +27,13 @@ from quantload.runtime.kernels.nibble_gemv import gemv_kernel
 from quantload.runtime.kernels.nibble_layout import INTERPRETED
 from quantload.runtime.kernels.nibble_mid import mid_kernel
 from quantload.runtime.kernels.nibble_parallel import parallel_kernel
-from quantload.runtime.kernels.nibble_plan import Plan, plan_for
+from quantload.runtime.kernels.nibble_plan import (
+    Plan,
+    card_of,
+    fitted,
+    plan_for,
+    without_copy_engine,
+)
 from quantload.runtime.kernels.nibble_weight import NibbleWeight
 from quantload.runtime.kernels.split_locks import split_locks
 
@@ -140,6 +146,11 @@ def _launch(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) ->
     elif plan.path == "mid" and _is_aligned(x):
         _mid(x, weight, bias, plan, out)
     else:
+        if plan.path == "mid":
+            plan = fitted(
+                without_copy_engine(x.shape[0], tuple(weight.words.shape), card_of(x.device)),
+                weight,
+            )
         _decode(x, weight, bias, plan, out)
     return out
 

@@ -90,40 +90,67 @@ def plan_for(weight: NibbleWeight, tokens: int, device: torch.device) -> Plan:
     )
     plan = None if settings is None else Plan.from_settings(settings)
     if plan is None:
-        plan = by_rule(tokens, rows, blocks, columns, *_card(device))
+        plan = by_rule(tokens, (blocks, rows, columns), card_of(device))
     if weight.offset is not None and plan.path in ("mid", "gemv", "parallel"):
-        plan = by_rule(tokens, rows, blocks, columns, 0, _card(device)[1])
-    if plan.path in ("gemv", "parallel"):
-        return plan
+        plan = by_rule(
+            tokens, (blocks, rows, columns), replace(card_of(device), has_copy_engine=False)
+        )
+    return fitted(plan, weight)
+
+
+def fitted(plan: Plan, weight: NibbleWeight) -> Plan:
+    """Return the plan with as many parts of K, and blocks of a round, as the weight has."""
+    blocks, _, columns = weight.words.shape
+    if plan.path != "decode":
+        return replace(plan, splits=max(1, min(plan.splits, blocks)))
     unroll = max(plan.unroll, 64 // columns)
     while blocks % unroll:
         unroll //= 2
     return replace(plan, unroll=unroll, splits=max(1, min(plan.splits, blocks // unroll)))
 
 
-def by_rule(
-    tokens: int, rows: int, blocks: int, columns: int, capability: int, processors: int
-) -> Plan:
+@dataclass(frozen=True)
+class Card:
+    """What a rule asks of a card.
+
+    Args:
+        has_copy_engine: Compute capability 9.0 or more.
+        processors: Multiprocessors.
+        shared: Bytes of shared memory that a program may use.
+    """
+
+    has_copy_engine: bool = False
+    processors: int = 132
+    shared: int = 232448
+
+
+def by_rule(tokens: int, words: tuple[int, int, int], card: Card) -> Plan:
     """Return a plan that was good on the shapes that were measured.
 
     Args:
         tokens: M.
-        rows: N.
-        blocks: Blocks of K.
-        columns: C.
-        capability: Major compute capability of the card.
-        processors: Multiprocessors of the card.
+        words: B, N and C of the words.
+        card: Where it runs.
     """
+    blocks, rows, columns = words
     if tokens >= (1024 if rows * blocks * columns < 1 << 24 else 2048):
         return Plan("dense")
-    if tokens > 64 and capability >= 9:
-        return Plan("mid", rows=128, tokens=128, after=False, swizzle=8)
     if tokens <= 16:
-        return _few(tokens, rows, blocks, processors)
-    tile = 128 if rows >= 128 * processors else 64
+        return _few(tokens, rows, blocks, card.processors)
+    if tokens > 64 and card.has_copy_engine:
+        return Plan("mid", rows=128, tokens=128, after=False, swizzle=8)
+    return without_copy_engine(tokens, words, card)
+
+
+def without_copy_engine(tokens: int, words: tuple[int, int, int], card: Card) -> Plan:
+    """Return a plan of more than 16 tokens for any card and any place of the inputs."""
+    blocks, rows, _ = words
+    tile = 128 if rows >= 128 * card.processors else 64
     tiles = -(-rows // tile) * -(-tokens // 64)
-    splits = max(1, min(2 * processors // tiles, blocks // 2))
-    return Plan("decode", rows=tile, tokens=32 if tokens <= 32 else 64, splits=splits, swizzle=8)
+    splits = max(1, min(2 * card.processors // tiles, blocks // 2))
+    stages = 3 if card.shared >= 150_000 else 2
+    tile_m = 32 if tokens <= 32 else 64
+    return Plan("decode", rows=tile, tokens=tile_m, splits=splits, swizzle=8, stages=stages)
 
 
 def _few(tokens: int, rows: int, blocks: int, processors: int) -> Plan:
@@ -139,12 +166,13 @@ def _few(tokens: int, rows: int, blocks: int, processors: int) -> Plan:
 
 
 @functools.cache
-def _card(device: torch.device) -> tuple[int, int]:
-    """Major compute capability and multiprocessors; those of an H200 where there is no card."""
+def card_of(device: torch.device) -> Card:
+    """Return what `device` offers; an H200 without its copy engine where there is no card."""
     if device.type != "cuda":
-        return 0, 132
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major, properties.multi_processor_count
+        return Card()
+    found = torch.cuda.get_device_properties(device)
+    shared = found.shared_memory_per_block_optin
+    return Card(found.major >= 9, found.multi_processor_count, shared)
 
 
 def candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
