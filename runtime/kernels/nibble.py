@@ -148,11 +148,16 @@ def _launch(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) ->
     else:
         if plan.path == "mid":
             plan = fitted(
-                without_copy_engine(x.shape[0], tuple(weight.words.shape), card_of(x.device)),
+                without_copy_engine(x.shape[0], _shape(weight), card_of(x.device)),
                 weight,
             )
         _decode(x, weight, bias, plan, out)
     return out
+
+
+def _shape(weight: NibbleWeight) -> tuple[int, int, int]:
+    blocks, rows, columns = weight.words.shape
+    return blocks, rows, columns
 
 
 def _is_aligned(x: Tensor) -> bool:

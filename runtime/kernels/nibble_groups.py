@@ -43,17 +43,20 @@ def ask_for(part, row, n, N, IS_THERE: tl.constexpr):
 
 
 @triton.jit
+def _up(bits, BY: tl.constexpr):
+    return bits << BY if BY >= 0 else bits >> -BY
+
+
+@triton.jit
 def _scale(raw, SLOT: tl.constexpr, KIND: tl.constexpr):
     """Return scale SLOT of `raw` as float32."""
     if KIND == "e8m0":
-        UP: tl.constexpr = 23 - 8 * SLOT
-        moved = raw << UP if UP >= 0 else raw >> -UP
-        return (moved & 0x7F800000).to(tl.float32, bitcast=True)
+        return (_up(raw, 23 - 8 * SLOT) & 0x7F800000).to(tl.float32, bitcast=True)
     elif KIND == "e4m3":
         # at the place of a float32's exponent, which is then 120 too small; exact for subnormals
-        UP: tl.constexpr = 20 - 8 * SLOT
-        moved = raw << UP if UP >= 0 else raw >> -UP
-        return (moved & 0x07F00000).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        return (_up(raw, 20 - 8 * SLOT) & 0x07F00000).to(
+            tl.float32, bitcast=True
+        ) * 1.329227995784916e36
     elif KIND == "bf16":
         half = raw if SLOT < 2 else (raw >> 32)
         bits = half.to(tl.int32)

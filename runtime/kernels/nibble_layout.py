@@ -50,8 +50,8 @@ def pack_nibbles(codes: Tensor, *, columns: int = SLICE_COLUMNS, fill: int = 0) 
     missing = -codes.shape[-1] % (4 * columns)
     if missing:
         codes = torch.nn.functional.pad(codes, (0, missing), value=fill)
-    parts = codes.unflatten(-1, (-1, 4, columns)).movedim(-3, -4)  # [..., B, N, 4, C]
-    words = parts[..., 0, :].to(torch.int16)
+    parts: Tensor = codes.unflatten(-1, (-1, 4, columns)).movedim(-3, -4)  # [..., B, N, 4, C]
+    words: Tensor = parts[..., 0, :].to(torch.int16)
     for slot in (1, 2, 3):
         words |= parts[..., slot, :].to(torch.int16) << 4 * slot
     return words.contiguous()

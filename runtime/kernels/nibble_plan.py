@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -57,7 +57,7 @@ class Plan:
     @classmethod
     def from_settings(cls, settings: Mapping[str, int]) -> Plan:
         """Return the plan of an entry of a table; `path` is a place in a fixed list."""
-        fields = dict(settings)
+        fields: dict[str, Any] = dict(settings)
         path = _PATHS[fields.pop("path", 0)]
         flags = {
             name: bool(fields.pop(name)) for name in ("after", "tma", "early") if name in fields
@@ -171,7 +171,7 @@ def card_of(device: torch.device) -> Card:
     if device.type != "cuda":
         return Card()
     found = torch.cuda.get_device_properties(device)
-    shared = found.shared_memory_per_block_optin
+    shared = 232448 if found.major >= 9 else 166912 if found.minor == 0 else 101376
     return Card(found.major >= 9, found.multi_processor_count, shared)
 
 

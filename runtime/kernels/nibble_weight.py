@@ -216,7 +216,7 @@ def _side_by_side(part: Tensor | None, n_rows: int, n_groups: int, per_row: int)
     bits = part.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[part.element_size()])
     bits = bits.expand(n_rows, -1).t()
     bits = torch.nn.functional.pad(bits, (0, 0, 0, max(n_groups - bits.shape[0], 0)))
-    rows = bits[:n_groups].unflatten(0, (-1, per_row)).transpose(1, 2).contiguous()
+    rows: Tensor = bits[:n_groups].unflatten(0, (-1, per_row)).transpose(1, 2).contiguous()
     size = per_row * part.element_size()
     if size < 4:
         in_bytes = rows.view(torch.uint8).flatten(2)
