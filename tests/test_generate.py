@@ -107,6 +107,14 @@ def test_stop_strings_end_a_text(model):
     assert len(found.ids) < len(whole.ids)
 
 
+def test_what_may_begin_a_stop_string_comes_at_the_end(model):
+    decoder = quantload.TextDecoder(model, Letters())
+    (whole,) = decoder.generate("hello", max_new_tokens=16)
+    assert whole.text, "the last of it may begin a stop string"
+    (found,) = decoder.generate("hello", max_new_tokens=16, stop=[f"{whole.text[-1]}\x01"])
+    assert (found.text, found.reason) == (whole.text, "length")
+
+
 def test_a_stream_has_the_same_text(model):
     decoder = quantload.TextDecoder(model, Letters())
     pieces = list(decoder.stream(["ab", "c"], max_new_tokens=5))
