@@ -14,6 +14,8 @@ Letters: B rows, T tokens, H width of the model, V vocabulary, L length of a cac
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -196,7 +198,7 @@ def fused_decoder(model: nn.Module) -> FusedDecoder | str:
     head, embedding = output_head(model), model.get_input_embeddings()
     if head is None or embedding is None:
         return "it has no embedding, or no output head"
-    if reason := _why_no_kernels(model, embedding):
+    if reason := _why_no_kernels(model):
         return reason
     was_training = model.training
     try:
@@ -210,15 +212,16 @@ def fused_decoder(model: nn.Module) -> FusedDecoder | str:
         model.train(was_training)
 
 
-def _why_no_kernels(model: PreTrainedModel, embedding: nn.Module) -> str:
+def _why_no_kernels(model: PreTrainedModel) -> str:
+    device = next(iter(model.parameters())).device
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        return f"its kernels run on CUDA, the model is on {device.type}"
     try:
-        from quantload.runtime.kernels.dependent_launch import INTERPRETED
+        importlib.import_module("quantload.runtime.kernels.decode_attention")
     except ImportError as error:
         return f"its kernels cannot be imported: {error}"
-    device = next(iter(model.parameters())).device
-    if device.type == "cuda" or (INTERPRETED and device.type == "cpu"):
-        return ""
-    return f"its kernels run on CUDA, the model is on {device.type}"
+    return ""
 
 
 def _made(
