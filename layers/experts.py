@@ -21,26 +21,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from quantload.errors import ConfigError, ModelError, ShapeError
-from quantload.layers.experts_grouped import (
-    ExpertLinear,
-    GroupedChoice,
-    Groups,
-    Rounding,
-    choose_grouped,
-    round_once,
-)
+from quantload.layers.expert_linear import ExpertLinear, Groups, Rounding, Shelf, round_once
+from quantload.layers.experts_activation import recognised_activation
+from quantload.layers.experts_grouped import GroupedChoice, GroupedExperts, choose_grouped
 from quantload.layers.experts_layout import ExpertsLayout, Projection
 from quantload.quant.activation import fake_quantize_columns
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.region import WHOLE, Region
 from quantload.quant.scheme import DENSE, Scheme
 from quantload.runtime.parallel import Parallel
+
+if TYPE_CHECKING:
+    from quantload.runtime.kernels.grouped_layout import Rows
+    from quantload.runtime.kernels.grouped_product import GatedActivation
 
 Key = tuple[str, int]
 Mode = Literal["tensor", "expert"]
@@ -96,6 +95,8 @@ class FusedExperts(nn.Module):
             self.add_module(name, child)
         self._received: dict[Key, QuantTensor | Tensor] = {}
         self._packed: dict[Key, ExpertLinear] = {}
+        self._shelves: dict[str, Shelf] = {}
+        self._inside: GatedActivation | None = None  # what our kernel computes for `activation`
         what, length = (
             ("experts", layout.experts) if self.mode == "expert" else ("columns", self._inner)
         )
@@ -220,20 +221,35 @@ class FusedExperts(nn.Module):
             dtype=self.dtype,
             prefix=f"{self.prefix}.{expert}.{projection.leaf}",
             rounding=self._rounding if projection is self.layout.down else None,
+            shelf=self._shelf(projection),
+            place=expert - self.experts.start,
         )
         linear.fill(values)
         self._packed[projection.leaf, expert] = linear
+
+    def _shelf(self, projection: Projection) -> Shelf:
+        if projection.leaf not in self._shelves:
+            is_gated = projection is self.layout.up and self.layout.is_gated
+            rows: Rows = "plain"
+            if is_gated:
+                rows = "halves" if projection.parts == 2 else "alternate"
+            self._shelves[projection.leaf] = Shelf(len(self.experts), rows, self.dtype)
+        return self._shelves[projection.leaf]
 
     def finish(self, device: torch.device) -> None:
         """Put the experts together; all of them are packed."""
         del device  # each expert was packed where its tensors are
         for projection in self.layout.projections:
             experts = [self._packed.pop((projection.leaf, expert)) for expert in self.experts]
+            choice = choose_grouped(experts)
             if projection is self.layout.down:
                 self.round_down = round_once(experts)
-            choice = choose_grouped(experts)
             self.choices[projection.leaf] = choice
             self.add_module(f"{projection.leaf}_experts", choice.gemm)
+        self._shelves = {}
+        if all(isinstance(p, GroupedExperts) for p in map(self._product, self.layout.projections)):
+            original = self.__dict__["original"]
+            self._inside = recognised_activation(self.activation, self.layout, original)
 
     # -- running -------------------------------------------------------------------------------
 
@@ -262,6 +278,8 @@ class FusedExperts(nn.Module):
 
     def _routed(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """[T, H] from tokens [T, H], index [T, k] and weights [T, k]."""
+        if self._inside is not None and not self.layout.post_norm and not self._is_watched:
+            return self._in_few_launches(tokens, index, weights, self._inside)
         first, count = self.experts.start, len(self.experts)
         choices = index.shape[-1]
         local = index.reshape(-1) - first
@@ -273,6 +291,26 @@ class FusedExperts(nn.Module):
         rows = rows.masked_fill((ids == count)[:, None], 0)
         back = torch.empty_like(rows).index_copy_(0, order, rows)
         return back.view(-1, choices, rows.shape[-1]).sum(dim=1)
+
+    def _in_few_launches(
+        self, tokens: Tensor, index: Tensor, weights: Tensor, activation: GatedActivation
+    ) -> Tensor:
+        """The same, where our kernels do all of it."""
+        up, down = (self._product(projection) for projection in self.layout.projections)
+        assert isinstance(up, GroupedExperts), "looked at when all experts were there"
+        assert isinstance(down, GroupedExperts), "as the other"
+        up.check_gradient(tokens)
+        first, choices = self.experts.start, index.shape[-1]
+        routing = up.gemm.route(index, first=first)
+        rows = up.gemm.product(tokens, routing, choices=choices, activation=activation)
+        rows = down.gemm.product(rows, routing, is_second=True)
+        return down.gemm.summed(rows, weights, index, first=first, dtype=tokens.dtype)
+
+    @property
+    def _is_watched(self) -> bool:
+        """True if somebody looks at the inputs or results of single products."""
+        products = [self._product(projection) for projection in self.layout.projections]
+        return any(p._forward_pre_hooks or p._forward_hooks for p in products)
 
     def _sorted(self, tokens: Tensor) -> Tensor:
         """[E * T, H] from as many tokens for each expert, one expert after the other."""

@@ -2,8 +2,7 @@
 
     y[s] = x[s] @ W[expert of s]^T + bias[expert of s]       rows sorted by expert
 
-An ordered table of ways to do that, the first yes wins, as in `runtime/gemm.py`. A kernel that
-multiplies quantized weights of all experts in one launch becomes a row before `OneByOne`.
+An ordered table of ways to do that, the first yes wins, as in `runtime/gemm.py`.
 
 Letters: E experts of this rank, S rows (tokens times experts of a token), N and K as ever.
 """
@@ -13,161 +12,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from quantload.layers.inputs import RoundedInput
-from quantload.layers.linear import DenseLinear, KernelReport, QuantLinear
-from quantload.quant.qtensor import QuantTensor
-from quantload.quant.scheme import InputScheme, Scheme
-from quantload.quant.stacking import joined_rows, why_not_stackable
+from quantload.errors import ModelError
+from quantload.layers.expert_linear import (
+    ExpertLinear,
+    Groups,
+    Rounding,
+    Shelf,
+    round_once,
+    shared_input,
+)
+from quantload.layers.linear import KernelReport, QuantLinear, keeping_dtypes
+from quantload.quant.stacking import joined_rows
+from quantload.runtime.grouped_gemm import GroupedLinear
 
 _ALIGNMENT = 16  # bytes: what torch wants of the rows of a grouped product
-
-
-class Groups:
-    """Which rows belong to which expert.
-
-    Args:
-        ids: [S] expert of each row, ascending; E for rows of no expert here.
-        experts: E.
-        counts: Rows of each expert, where the host knows them already.
-    """
-
-    def __init__(self, ids: Tensor, experts: int, counts: Sequence[int] | None = None) -> None:
-        self.ids, self.experts = ids, experts
-        self._counts = None if counts is None else list(counts)
-
-    @property
-    def counts(self) -> list[int]:
-        """Rows of each expert: waits for the device, once."""
-        if self._counts is None:
-            ends = self.ends.tolist()
-            self._counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        return self._counts
-
-    @cached_property
-    def ends(self) -> Tensor:
-        """[E] int32: where the rows of each expert end."""
-        numbers = torch.arange(self.experts, device=self.ids.device)
-        return torch.searchsorted(self.ids, numbers, right=True).to(torch.int32)
-
-
-Rounding = Callable[..., Tensor]  # (x, scheme=...) -> x', looking at what other ranks hold
-
-
-class _Member(QuantLinear):
-    """One product of an expert, whose input may be a part of a row."""
-
-    rounding: Rounding | None = None
-
-    def _shared_rounding(self, input: InputScheme) -> Callable[[Tensor], Tensor] | None:
-        return None if self.rounding is None else partial(self.rounding, scheme=input)
-
-
-class ExpertLinear(nn.Module):
-    """One weight of one expert: gate and up as one product where that is exact.
-
-    Args:
-        sizes: N of each part.
-        columns: K.
-        bias: True if there is a bias.
-        schemes: Scheme of each part.
-        dtype: dtype of x, bias and result.
-        prefix: Dotted path, for messages.
-        rounding: Rounds an input whose other columns other ranks hold; None if there are none.
-    """
-
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        columns: int,
-        *,
-        bias: bool,
-        schemes: Sequence[Scheme],
-        dtype: torch.dtype,
-        prefix: str,
-        rounding: Rounding | None = None,
-    ) -> None:
-        super().__init__()
-        self.rounding = rounding
-        self.sizes, self.columns, self.has_bias = list(sizes), columns, bias
-        self.schemes, self.dtype, self.prefix = list(schemes), dtype, prefix
-        self.why_separate = ""
-        self.members = nn.ModuleList()
-
-    def fill(self, values: Mapping[tuple[str, int], QuantTensor | Tensor]) -> None:
-        """Pack weights (and biases), by leaf ("weight", "bias") and part, where they are."""
-        parts = range(len(self.sizes))
-        self.why_separate = self._why_separate([values["weight", part] for part in parts])
-        runs = [[part] for part in parts] if self.why_separate else [list(parts)]
-        for run in runs:
-            linear = _Member(
-                self.columns,
-                [self.sizes[part] for part in run],
-                bias=self.has_bias,
-                scheme=self.schemes[run[0]],
-                dtype=self.dtype,
-                prefix=self.prefix,
-            )
-            linear.rounding = self.rounding
-            for slot, part in enumerate(run):
-                for leaf in ("weight", "bias") if self.has_bias else ("weight",):
-                    linear.receive(leaf, slot, values[leaf, part])
-            linear.finish(values["weight", 0].device)
-            self.members.append(linear.eval())
-
-    def _why_separate(self, weights: Sequence[QuantTensor | Tensor]) -> str:
-        """Say why the parts cannot be one product; "" if they can."""
-        quantized = [weight for weight in weights if isinstance(weight, QuantTensor)]
-        if 0 < len(quantized) < len(weights):
-            return "only some parts are quantized"
-        if any(scheme != self.schemes[0] for scheme in self.schemes[1:]):
-            return "schemes of its parts differ"
-        return (why_not_stackable(quantized) or "") if quantized else ""
-
-    @property
-    def dense(self) -> QuantLinear | None:
-        """The only product, if its weight is in full precision."""
-        first = self.members[0]
-        assert isinstance(first, QuantLinear), "members are made by `fill`"
-        is_dense = len(self.members) == 1 and isinstance(first.gemm, DenseLinear)
-        return first if is_dense else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [S, K] to [S, sum of sizes]."""
-        if len(self.members) == 1:
-            return self.members[0](x)  # type: ignore[no-any-return]
-        return torch.cat([member(x) for member in self.members], dim=-1)
-
-    def weight_values(self) -> Tensor:
-        """Return the weight [sum of sizes, K] in `dtype`."""
-        return torch.cat([member.weight for member in self.members])  # type: ignore[misc]
-
-
-def round_once(experts: Sequence[ExpertLinear]) -> Callable[[Tensor], Tensor] | None:
-    """Take one rounding out of all experts, to be done for the rows of all of them at once.
-
-    Ranks then exchange what they know of their rows once, whatever experts are hit.
-
-    Returns:
-        The rounding; None if experts round otherwise each, or not at all: they then do it.
-    """
-    members = [member for expert in experts for member in expert.members]
-    gemms = [member.gemm for member in members]
-    roundings = [gemm.rounding for gemm in gemms if isinstance(gemm, RoundedInput)]
-    schemes = [r.keywords["scheme"] for r in roundings if isinstance(r, partial)]
-    if len(schemes) < len(members) or any(scheme != schemes[0] for scheme in schemes):
-        return None
-    if schemes[0].granularity == "tensor":  # of the rows of one expert
-        return None
-    for member, gemm in zip(members, gemms, strict=True):
-        assert isinstance(gemm, RoundedInput), "each of them rounds"
-        member.gemm = gemm.gemm
-    return roundings[0]
 
 
 class GroupedGemm(Protocol):
@@ -208,6 +71,8 @@ def choose_grouped(experts: Sequence[ExpertLinear]) -> GroupedChoice:
         if reason is None:
             return GroupedChoice(row.pack(experts), _reports(row, refused, experts))
         refused.append((row.name, reason))
+        for expert in experts:
+            expert.let_go(reason)
     raise AssertionError(f"the last row serves everything, refused: {refused}")
 
 
@@ -216,6 +81,9 @@ def _reports(
 ) -> dict[tuple[str, KernelReport, str], int]:
     counts: Counter[tuple[str, KernelReport, str]] = Counter()
     for expert in experts:
+        if expert.is_held:
+            kernel = KernelReport(row.name, tuple(refused), expert.note)
+            counts[str(expert.schemes[0]), kernel, expert.note] += 1
         counts.update({_report(row, refused, expert, member) for member in expert.members})
     return counts
 
@@ -225,13 +93,82 @@ def _report(
 ) -> tuple[str, KernelReport, str]:
     assert isinstance(member, QuantLinear), "members are made by `fill`"
     kernel = member.kernel
-    if not isinstance(row, OneByOne):
-        kernel = KernelReport(row.name, tuple(refused), kernel.note)
+    is_own = isinstance(row, OneByOne)  # then each product has a kernel of its own
+    kernel = KernelReport(
+        kernel.name if is_own else row.name,
+        (*refused, *(kernel.refused if is_own else ())),
+        kernel.note,
+    )
     note = f"not fused: {expert.why_separate}" if expert.why_separate else kernel.note
     return str(member.scheme), kernel, note
 
 
 # -- rows ------------------------------------------------------------------------------------------
+
+
+class TritonGrouped:
+    """Our Triton kernel: quantized weights of all experts in one launch, host and device apart."""
+
+    name = "triton grouped"
+
+    def why_not(self, experts: Sequence[ExpertLinear]) -> str | None:
+        """Refuse experts that do not all lie on one shelf."""
+        return next((expert.why_alone for expert in experts if not expert.is_held), None)
+
+    def pack(self, experts: Sequence[ExpertLinear]) -> nn.Module:
+        """Take the experts from the shelf."""
+        first = experts[0]
+        assert first.shelf is not None, "`why_not` looks for one"
+        biases = [expert.bias for expert in experts]
+        weight, input = first.shelf.finished([b for b in biases if b is not None] or None)
+        return GroupedExperts(GroupedLinear(weight, shared_input(first, input)), first.prefix)
+
+
+class GroupedExperts(nn.Module):
+    """All experts in our Triton kernel.
+
+    Args:
+        gemm: Their weights.
+        prefix: Dotted path of one of them, for messages.
+    """
+
+    def __init__(self, gemm: GroupedLinear, prefix: str) -> None:
+        super().__init__()
+        self.gemm, self.prefix = gemm, prefix
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        """Map x [S, K], rows sorted by expert, to [S, N]."""
+        self.check_gradient(x)
+        return self.gemm.product(x, self.gemm.route(groups.ids))
+
+    def check_gradient(self, x: Tensor) -> None:
+        """Refuse inputs that need a gradient.
+
+        Raises:
+            ModelError: x needs one.
+        """
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ModelError(
+                f"`{self.prefix}` is for inference only: its kernel `{TritonGrouped.name}` has no "
+                "gradient, found an input that needs one",
+                hint="run it under `torch.no_grad()`",
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedExperts:
+        """Move the weights, but keep the dtype of each of their parts."""
+        changed = fn(torch.empty(0, dtype=torch.bfloat16)).dtype
+        if changed != torch.bfloat16:
+            raise ModelError(
+                f"a quantized model cannot change its dtype: `{self.prefix}` is packed for "
+                f"`{torch.bfloat16}`, found `{changed}`",
+                hint=f"load the model again with `dtype={changed}`",
+            )
+        super()._apply(keeping_dtypes(fn), recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def weight_values(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights [E, N, K]."""
+        return self.gemm.weight_values(dtype)
 
 
 class TorchGrouped:
@@ -325,15 +262,18 @@ class _OneByOneLinear(nn.Module):
         return torch.stack([expert.weight_values().to(dtype) for expert in self.experts])  # type: ignore[operator]
 
 
-GROUPED: tuple[GroupedGemm, ...] = (TorchGrouped(), OneByOne())
+GROUPED: tuple[GroupedGemm, ...] = (TritonGrouped(), TorchGrouped(), OneByOne())
 
 
 __all__ = [
     "GROUPED",
     "ExpertLinear",
     "GroupedChoice",
+    "GroupedExperts",
     "GroupedGemm",
     "Groups",
+    "Rounding",
+    "Shelf",
     "choose_grouped",
     "round_once",
 ]

@@ -154,7 +154,7 @@ def _column(n, width, ROWS: tl.constexpr):
 
 
 @triton.jit
-def grouped_kernel(
+def grouped_kernel(  # noqa: C901 - what is not there is compiled out
     x, words, scale, zero, outer, bias, table, index, order, blocks, out,
     S, first, E, N, K, B, G, stride_x, width, rows_per_input, blocks_per_group, capacity,
     alpha, gate_limit, act_limit, up_limit, shift,
@@ -166,14 +166,11 @@ def grouped_kernel(
 ):  # fmt: skip
     """Write out [S, width].
 
-    Args:
-        SP: Pairs that a program looks through to find its own; 0 if `route` did.
-        SLOTS: Codes of a word, 4 or 2.
-        GROUPS: 4 if the slices of a block share a scale, 2 or 1 if there are two or four groups.
-        AFTER: Scales meet sums; else values, rounded to their dtype.
-        EVEN: True if K is whole blocks.
-        BEFORE: True to read routing and first weights before the input is there.
-        ONCE: True if most weights are read once.
+    SP pairs are looked through by a program to find its own, 0 if `route` did. SLOTS (4 or 2) codes
+    are in a word. GROUPS is 4 if the slices of a block share a scale, 2 or 1 if there are two or
+    four groups. AFTER: scales meet sums; else values, rounded to their dtype. EVEN: K is whole
+    blocks. BEFORE: routing and first weights are read before the input is there. ONCE: most weights
+    are read once.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     let_next_start(EARLY)

@@ -1,0 +1,155 @@
+"""Weights of all experts of a block in one module: products of rows with their experts' weights.
+
+    y[p] = x[row of p] @ W[expert of p]^T + bias[expert of p]      p a pair of a token and an expert
+
+Routing, products and the sum over a token's experts are a few launches in a row that never wait for
+the host, so that a CUDA graph records them, whatever the routing will be.
+
+Letters: E experts held here, S pairs, T tokens, k experts of a token, N and K as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from quantload.errors import ShapeError
+
+if TYPE_CHECKING:
+    from quantload.runtime.kernels.grouped_layout import ExpertStack, GroupedWeight, Rows
+    from quantload.runtime.kernels.grouped_product import GatedActivation, Routing
+
+__all__ = ["GroupedLinear", "new_stack", "why_not_device", "why_not_dtype"]
+
+
+def why_not_device(device: torch.device) -> str | None:
+    """Say why the kernels do not run on a device, or None."""
+    if device.type != "cuda":
+        return f"runs on CUDA, found `{device.type}`"
+    try:
+        from quantload.runtime.kernels import grouped_product  # noqa: F401
+    except ImportError as error:
+        return f"cannot be imported: {error}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"wants compute capability 8.0, found {capability[0]}.{capability[1]}"
+    return None
+
+
+def why_not_dtype(dtype: torch.dtype) -> str | None:
+    """Say why the kernels do not take inputs of a dtype, or None."""
+    return None if dtype == torch.bfloat16 else f"wants bfloat16, found `{dtype}`"
+
+
+def new_stack(experts: int, rows: Rows, dtype: torch.dtype) -> ExpertStack:
+    """Return an empty stack for the weights of experts.
+
+    Args:
+        experts: E.
+        rows: How rows of gate and up are ordered: "plain" if there is no gate, "halves" for gate
+            before up, "alternate" for gate, up, gate, up, ...
+        dtype: dtype of inputs.
+    """
+    from quantload.runtime.kernels.grouped_layout import ExpertStack
+
+    return ExpertStack(experts, rows, dtype)
+
+
+class GroupedLinear(nn.Module):
+    """The quantized weights of all experts.
+
+    Args:
+        weight: W of all experts.
+        round_input: Maps rows x [..., K] to what their scheme makes of them, each row by itself;
+            None leaves them.
+    """
+
+    def __init__(
+        self, weight: GroupedWeight, round_input: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self._weight, self.round_input = weight, round_input
+        for name, part in weight.tensors().items():
+            self.register_buffer(name, part)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        moved = {name: getattr(self, name) for name in self._weight.tensors()}
+        self._weight = self._weight.with_tensors(moved)
+        return self
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self._weight.experts
+
+    @property
+    def layout(self) -> str:
+        """How the codes lie, for people."""
+        columns, slots = self._weight.words.shape[-1], self._weight.slots
+        return f"int16 words of {slots} slices of {columns} columns, all experts in one tensor"
+
+    def kernels_for(self, tokens: int) -> tuple[str, ...]:
+        """Return the device functions that a product of `tokens` pairs launches."""
+        from quantload.runtime.kernels.grouped_product import kernel_names
+
+        return kernel_names(tokens, is_first=True)
+
+    def route(self, index: Tensor, *, first: int = 0) -> Routing:
+        """Route pairs for this product, and for those of the same experts after it.
+
+        Args:
+            index: [...] integers, the expert of each pair.
+            first: Number of the first expert here.
+        """
+        from quantload.runtime.kernels.grouped_product import routing
+
+        return routing(self._weight, index, first=first)
+
+    def product(
+        self,
+        x: Tensor,
+        routing: Routing,
+        *,
+        choices: int = 1,
+        activation: GatedActivation | None = None,
+        is_second: bool = False,
+    ) -> Tensor:
+        """Multiply, see `grouped_product`; x is rounded as its scheme says.
+
+        Raises:
+            ShapeError: x is not K wide.
+        """
+        from quantload.runtime.kernels.grouped_product import grouped_product, sums_in_float32
+
+        if x.shape[-1] != self._weight.in_features:
+            raise ShapeError(
+                f"input has `{x.shape[-1]}` features, the experts expect "
+                f"`{self._weight.in_features}`"
+            )
+        if self.round_input is not None:
+            x = self.round_input(x)
+        return grouped_product(
+            x,
+            self._weight,
+            routing,
+            choices=choices,
+            activation=activation,
+            in_float32=is_second and sums_in_float32(routing.index.shape[0]),
+            is_second=is_second and self.round_input is None,
+        )
+
+    def summed(
+        self, rows: Tensor, weights: Tensor, index: Tensor, *, first: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Sum the results of each token's experts up, see `weighted_sum`."""
+        from quantload.runtime.kernels.route import weighted_sum
+
+        return weighted_sum(rows, weights, index, first=first, experts=self.experts, dtype=dtype)
+
+    def weight_values(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights [E, N, K]."""
+        return self._weight.values(dtype)
