@@ -66,3 +66,14 @@ def test_every_scheme(capability, scheme):
     if bfloat16["kernel"] == "dequantize and multiply":
         allowed = scheme == "MXFP6A16" or (capability == 80 and needs_fp8)
         assert allowed, bfloat16["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["norms", "attention", "rounding", "experts"])
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_what_else_a_model_runs(capability, what):
+    (result,) = compiled(capability, what)
+    assert result["built"], "nothing was compiled"
+    for kernel in result["built"]:
+        assert kernel["bytes"] > 1000, kernel
+        assert kernel["shared"] <= result["shared"], kernel
