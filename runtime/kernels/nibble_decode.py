@@ -118,7 +118,7 @@ def decode_kernel(
     let_next_start(EARLY)
     if PREFETCH > 0 and not TMA:
         start = words + (first.to(tl.int64) * N + pn * BN) * C
-        prefetch(start, BN * C * 2, last - first, N.to(tl.int64) * C * 2, PREFETCH)
+        prefetch(start, BN * C * 2, last - first, tl.cast(N, tl.int64) * C * 2, PREFETCH)
     wait_for_previous(EARLY)
     if not TMA:
         wp = words + first.to(tl.int64) * N * C + rows[:, None] * C + i[None, :]

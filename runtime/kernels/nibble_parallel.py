@@ -57,7 +57,7 @@ def parallel_kernel(
     let_next_start(EARLY)
     if PREFETCH > 0:
         start = words + pn.to(tl.int64) * BN * C
-        prefetch(start, BN * C * 2, blocks, N.to(tl.int64) * C * 2, PREFETCH)
+        prefetch(start, BN * C * 2, blocks, tl.cast(N, tl.int64) * C * 2, PREFETCH)
     row = group_row(tl.minimum(b, blocks - 1), blocks_per_group, GROUP_SLICES)
     raw_scale = raw_groups(scale, row[:, None], rows[None, :], N, LATE)
     wait_for_previous(EARLY)
