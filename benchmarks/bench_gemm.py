@@ -181,7 +181,11 @@ def measure(run: Run, fmt: str, shape: str, tokens: list[int]) -> None:
     generator = torch.Generator(device).manual_seed(11)
     x = torch.randn(max(tokens), k, device=device, dtype=torch.bfloat16, generator=generator)
     inputs = {m: x[:m].contiguous() for m in tokens}
-    exact = exact_product(fmt, weight, x[:CHECKED_ROWS])
+    few = x[:CHECKED_ROWS]
+    exact = {
+        ours: exact_product(fmt, weight, few, torch.bfloat16 if ours else torch.float32)
+        for ours in (True, False)
+    }
     held = []
     for contestant in (*ours(fmt, weight, inputs), *peers(run, fmt, weight, inputs)):
         try:
@@ -201,7 +205,7 @@ def _measure_cell(
     run: Run,
     cell: dict[str, Any],
     held: list[tuple[Contestant, list[object]]],
-    exact: Tensor,
+    exact: dict[bool, Tensor],
     size: int,
 ) -> None:
     m, n, k = cell["m"], cell["n"], cell["k"]
@@ -210,7 +214,8 @@ def _measure_cell(
         if not contestant.serves(m):
             continue
         try:
-            error = relative_error(contestant, states[0], m, exact)
+            ours = contestant.name.startswith("ours")
+            error = relative_error(contestant, states[0], m, exact[ours])
             least = len(states) if m <= CHECKED_ROWS else 2
             call = lambda i, c=contestant, s=states: c.run(s[i], m)  # noqa: E731
             graphs.append(capture(call, len(states), least=least))

@@ -83,7 +83,8 @@ def quantized(fmt: str, dense: Tensor) -> QuantTensor:
     assert scheme.weight is not None, fmt
     weight = quantize_rtn(dense, scheme.weight)
     if scheme.input is not None and scheme.input.needs_scale:
-        weight = with_input_scale(weight, scheme.input, absmax=5.0)
+        given = with_input_scale(weight, scheme.input, absmax=5.0)
+        weight = replace(given, input_scale=given.input_scale.to(dense.device))
     return weight
 
 
@@ -117,21 +118,33 @@ def exact_rows(weight: QuantTensor | Tensor, start: int, stop: int) -> Tensor:
     return replace(rows, evaluation=evaluation).dequantize()
 
 
-def rounded_input(fmt: str, weight: QuantTensor | Tensor, x: Tensor) -> Tensor:
-    """Return x as the format's input scheme rounds it, in float64."""
+def rounded_input(
+    fmt: str, weight: QuantTensor | Tensor, x: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return x as the format's input scheme rounds it when scales are of `dtype`, in float64."""
     scheme = scheme_of(fmt).input if fmt != "bf16" else None
     if scheme is None:
         return x.double()
     if scheme.dynamic:
-        return fake_quantize(x.float(), scheme).double()
+        return fake_quantize(x.to(dtype), scheme).double()
     assert isinstance(weight, QuantTensor), "a static input has a scale"
     assert weight.input_scale is not None, "a static input has a scale"
     return fake_quantize_static(x.float(), scheme.grid, weight.input_scale.float(), None).double()
 
 
-def exact_product(fmt: str, weight: QuantTensor | Tensor, x: Tensor) -> Tensor:
-    """Return x' @ W^T in float64, [M, N]; the weight is cut so that memory stays bounded."""
-    rounded, n = rounded_input(fmt, weight, x), weight.shape[0]
+def exact_product(
+    fmt: str, weight: QuantTensor | Tensor, x: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return x' @ W^T in float64, [M, N]; the weight is cut so that memory stays bounded.
+
+    Args:
+        fmt: The format.
+        weight: [N, K].
+        x: [M, K].
+        dtype: Of the scales of a rounded input: quantload's are of the dtype of x, as those of
+            compressed-tensors; other kernels' are float32.
+    """
+    rounded, n = rounded_input(fmt, weight, x, dtype), weight.shape[0]
     parts = [rounded @ exact_rows(weight, start, start + 8192).T for start in range(0, n, 8192)]
     return torch.cat(parts, dim=1)
 

@@ -146,7 +146,7 @@ def launched(run):
     run()  # compiles
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         run()
         torch.cuda.synchronize()
     events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
