@@ -54,7 +54,7 @@ def recognised_activation(
 
 def _numbers(original: nn.Module | None, names: tuple[str, ...]) -> list[float]:
     found = [getattr(original, name, None) for name in names]
-    return [float(value) for value in found if type(value) in (int, float)]
+    return [float(x) for x in found if isinstance(x, int | float) and not isinstance(x, bool)]
 
 
 def _guesses(layout: ExpertsLayout, original: nn.Module | None) -> Iterator[GatedActivation]:

@@ -262,7 +262,9 @@ def _words(weight: QuantTensor, form: str, width: int, places: Tensor) -> Tensor
 
 def _scale_and_outer(weight: QuantTensor, form: str) -> tuple[Tensor | None, Tensor | None]:
     """[N, G] scales, and [N] factors of rows: `outer`, and the only scale of a row."""
-    rows, scale, outer = weight.shape[0], weight.multiplier, None
+    rows, outer = weight.shape[0], None
+    scale: Tensor | None = weight.multiplier
+    assert scale is not None, "a weight has scales"
     if weight.outer is not None:
         factor = weight.outer.double().flatten().expand(rows)
         outer = 1 / factor if weight.evaluation.outer.endswith("/") else factor
