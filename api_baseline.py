@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from quantload.accuracy.baseline import (
 from quantload.accuracy.baseline_check import BaselineReport, judge, measured_layers
 from quantload.accuracy.statistics import ids_digest
 from quantload.api_plan import inspect
-from quantload.errors import OutputError
+from quantload.errors import BaselineError, OutputError
 from quantload.loader.source import Source
 from quantload.progress import Progress, Silent
 
@@ -65,6 +66,8 @@ def check_baseline(
     file: str | Path,
     *,
     reference: str | Path | None = None,
+    tolerances: Tolerances | None = None,
+    only: str = "*",
     progress: Progress | None = None,
 ) -> BaselineReport:
     """Hold a checkpoint to a baseline; an unchanged one passes without its reference.
@@ -73,6 +76,8 @@ def check_baseline(
         candidate: The checkpoint that is judged.
         file: From `write_baseline`.
         reference: What the baseline was made with; needed if a layer has changed.
+        tolerances: In place of those in the file.
+        only: Glob of the layers that are looked at.
         progress: Draws progress; silent by default.
 
     Raises:
@@ -83,9 +88,15 @@ def check_baseline(
     baseline = read_baseline(Path(file))
     opened = inspect(candidate)
     source = None if reference is None else inspect(reference)
-    now = measured_layers(source, opened, progress or Silent(), known=baseline.layers)
-    report = judge(baseline, now)
-    return replace(report, now=replace(baseline, candidate=_name(opened), layers=now))
+    now = measured_layers(source, opened, progress or Silent(), known=baseline.layers, only=only)
+    asked = {name: layer for name, layer in baseline.layers.items() if fnmatchcase(name, only)}
+    if not asked and not now:
+        raise BaselineError(
+            f"`{only}` matches no layer of `{file}` or of `{opened.checkpoint.name}`"
+        )
+    held = replace(baseline, layers=asked, tolerances=tolerances or baseline.tolerances)
+    made = replace(baseline, candidate=_name(opened), layers={**baseline.layers, **now})
+    return replace(judge(held, now), now=made)
 
 
 def _measured(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -116,6 +117,7 @@ def measured_layers(
     progress: Progress,
     *,
     known: Mapping[str, LayerBaseline] | None = None,
+    only: str = "*",
 ) -> dict[str, LayerBaseline]:
     """Measure the weights and other float tensors of a candidate; one is in memory at a time.
 
@@ -124,6 +126,7 @@ def measured_layers(
         candidate: The checkpoint that is judged.
         progress: Advances by layers.
         known: Layers that are not measured again if their digest is the same.
+        only: Glob of the layers that are looked at.
 
     Raises:
         NotComparable: The checkpoints are not of one model, the reference is not that of `known`,
@@ -136,7 +139,7 @@ def measured_layers(
         check_one_model(reference, candidate)
     found: dict[str, LayerBaseline] = {}
     progress.start("layers", total=len(candidate.weights), unit="layers")
-    for name, layer in _layers(reference, candidate, known or {}):
+    for name, layer in _layers(reference, candidate, known or {}, only):
         found[name] = layer
         progress.advance(1 if name in candidate.weights else 0, note=name)
     progress.finish()
@@ -144,9 +147,11 @@ def measured_layers(
 
 
 def _layers(
-    reference: Source | None, candidate: Source, known: Mapping[str, LayerBaseline]
+    reference: Source | None, candidate: Source, known: Mapping[str, LayerBaseline], only: str
 ) -> Iterator[tuple[str, LayerBaseline]]:
     for module, weight in candidate.weights.items():
+        if not fnmatchcase(module, only):
+            continue
         held, before = candidate.read_weight(module), known.get(module)
         digest = value_digest(held)
         if before is not None and before.candidate == digest:
@@ -160,7 +165,7 @@ def _layers(
         row = compare_values((source.weights[module], original), (weight, held))
         yield module, _layer(row, digest, value_digest(original), before)
     for name, entry in candidate.plain.items():
-        if not entry.dtype.is_floating_point:
+        if not entry.dtype.is_floating_point or not fnmatchcase(name, only):
             continue
         digest, before = value_digest(candidate.read_plain(name)), known.get(name)
         if before is not None and before.candidate == digest:
