@@ -9,6 +9,7 @@ one, from the same state: code that decides on the host by what it has seen woul
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,6 +23,24 @@ _WARM_UP = 3  # steps before a capture, in which kernels are compiled and tuned
 _TRIAL = 4  # steps that are compared
 _TOLERANCE = 0.02  # relative L2: other summation orders, not other values
 SHORTEST = 32  # tokens a row of a slot holds at least: the trials take some
+
+
+def _next_by_torch(logits: Tensor, tokens: Tensor, positions: Tensor) -> None:
+    """Write the most likely tokens of logits [B, V], and add 1 to the positions."""
+    positions.add_(1)
+    tokens.copy_(logits.argmax(-1))
+
+
+def _next_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return what ends a step: torch's argmax of one row takes 36 us of an H200."""
+    if device.type != "cuda":
+        return _next_by_torch
+    try:
+        from quantload.runtime.kernels.next_token import next_token, prepare
+    except ImportError:
+        return _next_by_torch
+    prepare(device)
+    return next_token
 
 
 class Slot:
@@ -46,6 +65,7 @@ class Slot:
         self.tokens = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self.positions = torch.zeros_like(self.tokens)
         self.logits: Tensor | None = None
+        self._next = _next_on(model.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self.why_eager = self._why_eager(graphs)
         if not self.why_eager:
@@ -85,8 +105,7 @@ class Slot:
 
     def _run(self) -> None:
         self.logits = self.model.step(self.tokens, self.positions, self.cache)
-        self.positions.add_(1)
-        self.tokens.copy_(self.logits.argmax(-1))
+        self._next(self.logits, self.tokens, self.positions)
 
     # -- capturing -----------------------------------------------------------------------------
 

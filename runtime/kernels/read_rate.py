@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quantload.runtime.kernels.dependent_launch import SUM
+
 _BLOCK = 4096  # int32 of one load
 _LOADS = 16
 _BYTES = 1 << 30
@@ -20,10 +22,10 @@ _TRIALS = 20
 def _sum_parts(data, out, BLOCK: tl.constexpr, LOADS: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK * LOADS
     offsets = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], dtype=tl.int32)
+    total = tl.full([BLOCK], 0, tl.int32)
     for number in range(LOADS):
         total += tl.load(data + start + number * BLOCK + offsets)
-    tl.store(out + tl.program_id(0), tl.sum(total))
+    tl.store(out + tl.program_id(0), tl.reduce(total, 0, SUM))
 
 
 def sum_parts(data: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from quantload.api_bench import bench, synthetic
 from quantload.layers.step_model import TransformersStepModel
 from quantload.runtime.generate import Decoder, Rules
-from quantload.runtime.kernels.read_rate import sum_parts
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -109,9 +108,3 @@ def test_bench_is_held_against_the_cards_read_rate(fused):
     for times in report.batches:
         assert 0 < report.limit_share(times) < 1
         assert times.captured, times.why_eager
-
-
-def test_the_read_kernel_reads_all():
-    data = torch.randint(-1000, 1000, (1 << 20,), dtype=torch.int32, device=CUDA)
-    parts = data.view(-1, 4096 * 16).sum(1, dtype=torch.int64)
-    assert torch.equal(sum_parts(data).long(), parts)
