@@ -16,24 +16,24 @@ import torch
 
 from quantload.accuracy.config_check import config_differences
 from quantload.accuracy.weight_check import WeightCheck, WeightChecker
-from quantload.accuracy.weight_comparer import WeightComparer, difference
+from quantload.accuracy.weight_comparer import CHUNK_BYTES, WeightComparer, difference
 from quantload.errors import QuantloadError, listed
 from quantload.loader.checkpoint import files_kept_open
+from quantload.loader.code_rows import row_step
 from quantload.loader.experts import apart_as_in
 from quantload.loader.joined_experts import as_stored
 from quantload.loader.model_dtype import config_dtype
 from quantload.loader.peak_memory import beside_tasks
 from quantload.loader.plan import Plan
-from quantload.loader.row_reader import CHUNK_BYTES, region_of
+from quantload.loader.row_reader import region_of
 from quantload.loader.source import Source
 from quantload.loader.workers import Resources, work_through
 from quantload.mappers.facts import facts_from_names
 from quantload.progress import Progress
 from quantload.quant.metrics import ErrorSums
 from quantload.quant.noise_limits import sqnr_floor_db
-from quantload.quant.qtensor import QuantTensor
 
-_CHUNKS = 6  # of rows that are in work: both sides, their difference, and what is quantized again
+_CHUNKS = 12  # of rows that are in work: both sides, their difference, and what is quantized again
 _BYTES_OF_CODES = 4  # of an element: while fields become codes
 _BYTES_OF_FLOATS = 12  # of an element: copies of a decoded weight in float32 that exist at a time
 _LEFT = 1 << 26  # what allocators keep of the conversion before: up to 60 MB were measured
@@ -175,7 +175,8 @@ class _Check:
             math.prod(weight.parameter_shape),
             stored=_weight_bytes(self.output, self.module),
             reads_source=region_of(weight, self.source) is not None,
-            reads_output=region_of(written, self.output) is not None,
+            reads_output=region_of(written, self.output) is not None
+            or row_step(self.output, self.module) is not None,
         )
 
     @torch.no_grad()
@@ -210,19 +211,18 @@ class _Check:
         try:
             if weight.scheme is None:
                 return comparer.compare_dense(self.output, self.module, self.source, self.origin)
-            candidate = self.output.read_weight(self.module)
+            written = comparer.code_rows(self.output, self.module)
         except QuantloadError as error:
             return WeightCheck(sums=unknown, problem=error.message)
-        if not isinstance(candidate, QuantTensor):  # decoded to floats by its format
+        if not written.is_quantized:  # decoded to floats by its format
             return comparer.compare_dense(self.output, self.module, self.source, self.origin)
         checker = WeightChecker(
-            candidate,
             weight.scheme,
             nearest=self.nearest,
             weight_dtype=comparer.weight_dtype(self.module)
             or config_dtype(self.output.checkpoint.config),
         )
-        return comparer.compare(checker, self.module, self.source, self.origin)
+        return comparer.compare(checker, written, self.module, self.source, self.origin)
 
 
 def _working_bytes(elements: int, *, stored: int, reads_source: bool, reads_output: bool) -> int:
@@ -232,7 +232,7 @@ def _working_bytes(elements: int, *, stored: int, reads_source: bool, reads_outp
         elements: Of the weight.
         stored: Bytes of its tensors in the output.
         reads_source: The source is read in rows as it is stored, not decoded.
-        reads_output: The same of the output.
+        reads_output: The same of the output, or it is decoded in rows.
     """
     output = 0 if reads_output else stored + _BYTES_OF_CODES * elements
     source = 0 if reads_source else _BYTES_OF_FLOATS * elements
@@ -249,7 +249,7 @@ def verification_memory(plan: Plan, resources: Resources) -> int:
             math.prod(row.shape),
             stored=row.output_bytes,
             reads_source=row.region is not None,
-            reads_output=row.scheme is None,
+            reads_output=row.scheme is None or plan.target.has_rows_apart,
         )
         for row in plan.rows
     ]

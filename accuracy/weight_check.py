@@ -43,7 +43,6 @@ class WeightChecker:
     """Compares a quantized weight with its source, some rows at a time.
 
     Args:
-        candidate: [N, K].
         scheme: Decides the SQNR floor.
         nearest: Demand that every element was rounded to nearest.
         weight_dtype: See `measure`.
@@ -51,13 +50,11 @@ class WeightChecker:
 
     def __init__(
         self,
-        candidate: QuantTensor,
         scheme: Scheme,
         *,
         nearest: bool,
         weight_dtype: torch.dtype | None = None,
     ) -> None:
-        self._candidate = candidate
         self._scheme = scheme
         self._nearest = nearest
         self._sums = ErrorSums()
@@ -66,23 +63,21 @@ class WeightChecker:
         self._is_equal = True
         self._weight_dtype = weight_dtype
         self._is_repeated = False  # quantizing again says what every value has to be
+        self._bad_scales = 0
+        self._bad_input = ""
 
-    @property
-    def row_step(self) -> int:
-        """Rows at whose multiples the weight is cut for the comparison."""
-        rows = self._candidate.block[0]
-        return rows if rows < self._candidate.shape[0] else 1
-
-    def add(self, start: int, reference: Tensor, *, expected: QuantTensor | None = None) -> None:
-        """Compare some rows.
+    def add(
+        self, part: QuantTensor, reference: Tensor, *, expected: QuantTensor | None = None
+    ) -> None:
+        """Compare some rows; those that come one after the other follow each other in the weight.
 
         Args:
-            start: Row at which they begin, a multiple of the rows of a block.
+            part: [n, K], whole blocks of rows.
             reference: [n, K], what they were made from.
             expected: What quantizing them again gives; None if that is not known.
         """
         self._is_repeated |= expected is not None
-        part = self._candidate.rows(start, start + reference.shape[0])
+        self._check_scales(part)
         values = part.dequantize()
         if expected is not None and not _is_same(expected, part):
             self._changed += int((expected.dequantize(values.dtype) != values).sum())
@@ -98,6 +93,18 @@ class WeightChecker:
         else:
             self._sums += error_sums(values, reference)
 
+    def _check_scales(self, part: QuantTensor) -> None:
+        bad = int((~part.scale.to(torch.float32).isfinite()).sum())
+        weight = self._scheme.weight
+        is_of_all = weight is not None and weight.granularity == "tensor"
+        self._bad_scales = max(self._bad_scales, bad) if is_of_all else self._bad_scales + bad
+        if part.input_scale is not None:
+            of_input = part.input_scale.to(torch.float64)
+            if not bool((of_input.isfinite() & (of_input > 0)).all()):
+                self._bad_input = (
+                    f"the scale of its input is {of_input.tolist()}, expected positive numbers"
+                )
+
     def result(self) -> WeightCheck:
         """Return the verdict on all rows together."""
         max_steps = max((part.max_steps for part in self._parts), default=math.nan)
@@ -107,7 +114,7 @@ class WeightChecker:
         return found
 
     def _problem(self) -> str:
-        problem = _not_finite(self._candidate, self._sums)
+        problem = self._not_finite()
         if not problem and self._lost:
             problem = f"{self._lost} weights are lost to scales of zero"
         if not problem and self._parts:
@@ -128,6 +135,15 @@ class WeightChecker:
             )
         return problem
 
+    def _not_finite(self) -> str:
+        if self._bad_scales:
+            return f"{self._bad_scales} scales are not finite"
+        if self._bad_input:
+            return self._bad_input
+        if self._sums.num_nonfinite:
+            return f"{self._sums.num_nonfinite} values are not finite"
+        return "" if math.isfinite(self._sums.noise) else "values of the source are not finite"
+
     def _rounding(self) -> str:
         beyond = torch.cat([part.beyond for part in self._parts])
         if not self._nearest or not bool(beyond.any()):
@@ -147,21 +163,6 @@ def _is_same(one: QuantTensor, other: QuantTensor) -> bool:
         and parts.keys() == others.keys()
         and all(torch.equal(part, others[name]) for name, part in parts.items())
     )
-
-
-def _not_finite(candidate: QuantTensor, sums: ErrorSums) -> str:
-    bad_scales = int((~candidate.scale.to(torch.float32).isfinite()).sum())
-    if bad_scales:
-        return f"{bad_scales} scales are not finite"
-    if candidate.input_scale is not None:
-        of_input = candidate.input_scale.to(torch.float64)
-        if not bool((of_input.isfinite() & (of_input > 0)).all()):
-            return f"the scale of its input is {of_input.tolist()}, expected positive numbers"
-    if sums.num_nonfinite:
-        return f"{sums.num_nonfinite} values are not finite"
-    if not math.isfinite(sums.noise):
-        return "values of the source are not finite"
-    return ""
 
 
 def _lost_to_zero_scales(part: QuantTensor, reference: Tensor) -> int:

@@ -13,14 +13,17 @@ from torch import Tensor
 from quantload.accuracy.weight_check import WeightCheck, WeightChecker
 from quantload.errors import NonFiniteWeight
 from quantload.loader.casting import cast
+from quantload.loader.code_rows import CodeRows
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.row_reader import RowReader, pieces, region_of
 from quantload.loader.source import FLOAT_DTYPES, Source
 from quantload.loader.tasks import sharing
 from quantload.loader.weight_rows import WeightRows
 from quantload.quant.metrics import ErrorSums, error_sums
+from quantload.quant.qtensor import QuantTensor
 
 _CPU = torch.device("cpu")
+CHUNK_BYTES = 1 << 21  # of a weight that is in work at a time: a conversion has one side only
 
 
 class WeightComparer:
@@ -31,8 +34,13 @@ class WeightComparer:
     """
 
     def __init__(self, plan: Plan | None) -> None:
-        self._readers = RowReader(_CPU), RowReader(_CPU)
-        self._again = None if plan is None else WeightRows(plan, RowReader(_CPU))
+        self._readers = (
+            RowReader(_CPU, chunk_bytes=CHUNK_BYTES),
+            RowReader(_CPU, chunk_bytes=CHUNK_BYTES),
+        )
+        self._again = (
+            None if plan is None else WeightRows(plan, RowReader(_CPU, chunk_bytes=CHUNK_BYTES))
+        )
         self._rows: dict[str, PlanRow] = {}
         self._sharing: dict[str, tuple[PlanRow, ...]] = {}
         if plan is not None:
@@ -53,20 +61,29 @@ class WeightComparer:
         if self._again is not None:
             self._again.reader.close()
 
+    def code_rows(self, output: Source, module: str) -> CodeRows:
+        """Return what decodes rows of a weight of the output.
+
+        Raises:
+            QuantloadError: It cannot be decoded.
+        """
+        return CodeRows(output, module, self._readers[1])
+
     def compare(
-        self, checker: WeightChecker, module: str, source: Source, origin: str
+        self, checker: WeightChecker, written: CodeRows, module: str, source: Source, origin: str
     ) -> WeightCheck:
         """Compare a quantized weight with its source; quantize it once more if a plan says how."""
         row = self._rows.get(module)
         if row is None or self._again is None or not self.repeats(module):
-            for start, rows in self._source_rows(source, origin, checker.row_step):
-                checker.add(start, rows)
+            for start, rows in self._source_rows(source, origin, written.step):
+                checker.add(_codes(written, start, rows), rows)
             return checker.result()
         try:
             shared = self._again.shared_range(self._sharing[module])
             for start, rows in self._source_rows(source, origin, self._again.step_of(row)):
                 weight = cast(rows, row.dtype, module)
-                checker.add(start, rows, expected=self._again.quantize(weight, row, shared))
+                again = self._again.quantize(weight, row, shared)
+                checker.add(_codes(written, start, rows), rows, expected=again)
         except NonFiniteWeight as error:  # the source has changed since
             return WeightCheck(sums=ErrorSums(noise=math.inf), problem=error.message)
         return checker.result()
@@ -108,6 +125,12 @@ class WeightComparer:
             return pieces(source.read_parameter(origin), step=step)
         entry = source.checkpoint.tensors[region.tensor]
         return self._readers[0].rows(entry, region, step=step)
+
+
+def _codes(written: CodeRows, start: int, rows: Tensor) -> QuantTensor:
+    part = written.rows(start, start + rows.shape[0])
+    assert isinstance(part, QuantTensor), "all rows are codes, or none"
+    return part
 
 
 @dataclass(frozen=True)

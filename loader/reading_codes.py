@@ -25,6 +25,7 @@ from quantload.loader.places import Job
 from quantload.loader.portion import Portion, Span, portion_of
 from quantload.loader.reading import Reading, Value, lies_in_file, owned
 from quantload.loader.receivers import is_receiver
+from quantload.loader.row_reader import RowReader
 from quantload.loader.runs import Fetch
 from quantload.loader.source import Source, SourceWeight, is_of_input
 from quantload.loader.source_view import slice_of
@@ -80,6 +81,32 @@ class CodeReadings:
             and getattr(self.source.reader, "decodes_leaves", False)
             and all(lies_in_file(tensors[name]) for name in weight.leaves.values())
         )
+
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, tuple[int, int]] | None:
+        """Return `Reader.blocks_of` of a matrix whose parts can be read; None if they cannot."""
+        if not weight.is_quantized or not weight.is_matrix or not self._can_stream(weight):
+            return None
+        return self.source.reader.blocks_of(weight)
+
+    def decode_rows(self, weight: SourceWeight, rows: Span, reader: RowReader) -> Value:
+        """Read and decode rows of a weight [N, K] at once.
+
+        Args:
+            weight: One that has `blocks_of`.
+            rows: (start, stop).
+            reader: Reads its tensors, into host memory.
+
+        Raises:
+            QuantloadError: They cannot be read, or, by themselves, not be decoded.
+        """
+        piece = self._piece(weight, self.source.reader.blocks_of(weight), rows, None)
+        for fetch, _ in piece.fetches.values():
+            memory, at = fetch.allocated().numpy().data, 0
+            for part in fetch.portion.segments():  # whole rows lie in one piece
+                entry = fetch.portion.entry
+                reader.fill(entry, part.start - entry.start, memory[at : at + part.num_bytes])
+                at += part.num_bytes
+        return self._decoded_piece(piece)
 
     def of_weight(self, job: Job, module: nn.Module, region: Region) -> list[Reading] | None:
         """Return what is read of a weight [N, K]; None if its format has to read it by itself."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,18 +30,16 @@ class RowReader:
     Args:
         device: Where rows are needed. For a GPU they are read through page-locked buffers, and
             chunks are larger.
+        chunk_bytes: Bytes of a weight that are in work at a time; None is what serves the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, chunk_bytes: int | None = None) -> None:
         self.device = device
+        default = CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
+        self.chunk_bytes = default if chunk_bytes is None else chunk_bytes
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._ring = Ring(device)
         self._open: dict[Path, int] = {}
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a weight that are in work at a time."""
-        return CHUNK_BYTES if self.device.type == "cpu" else GPU_CHUNK_BYTES
 
     def close(self) -> None:
         """Close all files."""
@@ -52,7 +49,7 @@ class RowReader:
 
     def shrink(self) -> None:
         """Give back a buffer that has grown for a weight in one piece."""
-        if self._buffer.numel() > 2 * CHUNK_BYTES:
+        if self._buffer.numel() > 2 * max(CHUNK_BYTES, self.chunk_bytes):
             self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def rows(
@@ -83,7 +80,7 @@ class RowReader:
             raw = self.read(entry, first, num_bytes)
         else:
             raw = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            self._ring.fill(raw, partial(self._fill, entry, first))
+            self._ring.fill(raw, lambda data, at: self.fill(entry, first + at, data))
         floats = raw.view(entry.dtype)
         return floats.as_strided((stop - start, region.columns), (region.row_stride, 1))
 
@@ -93,25 +90,28 @@ class RowReader:
         They are valid until the next are asked for.
 
         Raises:
-            HeaderError: The file is shorter than its header says.
-            CheckpointError: It cannot be read.
+            CheckpointError: See `fill`.
         """
         if self._buffer.numel() < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
         piece = self._buffer[:num_bytes]
-        self._fill(entry, start, piece.numpy().data, 0)
+        self.fill(entry, start, piece.numpy().data)
         return piece
 
-    def _fill(self, entry: TensorEntry, start: int, data: memoryview, at: int) -> None:
-        """Read what is from byte `start + at` of a tensor on."""
+    def fill(self, entry: TensorEntry, start: int, data: memoryview) -> None:
+        """Read what is from byte `start` of a tensor on into memory.
+
+        Raises:
+            HeaderError: The file is shorter than its header says.
+            CheckpointError: It cannot be read.
+        """
         done = 0
         try:
             descriptor = self._descriptor(entry.file)
             while done < len(data):
-                position = entry.start + start + at + done
-                got = os.preadv(descriptor, [data[done:]], position)
+                got = os.preadv(descriptor, [data[done:]], entry.start + start + done)
                 if not got:
-                    raise file_ends(entry, start + at + done)
+                    raise file_ends(entry, start + done)
                 done += got
         except OSError as error:
             raise CheckpointError(

@@ -24,6 +24,7 @@ class CompressedTensorsTarget(Target):
 
     name = "compressed-tensors"
     title = "all schemes, for vLLM, SGLang and transformers"
+    has_rows_apart = True
     keeps_values = True
 
     def prepare(self) -> None:

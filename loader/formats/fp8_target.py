@@ -32,6 +32,7 @@ class Fp8Target(Target):
 
     name = "fp8"
     title = "FP8_BLOCK for transformers, vLLM and SGLang; FP8 for vLLM and SGLang"
+    has_rows_apart = True
 
     def obstacle(self, scheme: Scheme, shape: tuple[int, int]) -> str:
         """See `Target.obstacle`."""

@@ -64,6 +64,7 @@ class ModelOptTarget(Target):
 
     name = "modelopt"
     title = "FP8(_DYNAMIC, _BLOCK), MXFP8, NVFP4(A16), W4A16, W8A16:channel for TensorRT-LLM"
+    has_rows_apart = True
 
     def obstacle(self, scheme: Scheme, shape: tuple[int, int]) -> str:
         """See `Target.obstacle`."""

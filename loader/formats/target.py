@@ -58,11 +58,13 @@ class Target(ABC):
         name: What `--format` calls it.
         title: Which schemes it holds, and who reads it.
         keeps_values: True if `same` can re-express a quantized weight in it.
+        has_rows_apart: True if rows of what it writes can be decoded without the others.
     """
 
     name: str
     title: str
     keeps_values = False
+    has_rows_apart = False
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
         """Import what `config` needs, if that takes long; called while there is time for it."""

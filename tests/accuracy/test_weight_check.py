@@ -43,8 +43,8 @@ def source_in(folder, *, intermediate=256):
 
 
 def check_quantized(candidate, reference, scheme, *, nearest):
-    checker = WeightChecker(candidate, scheme, nearest=nearest)
-    checker.add(0, reference)
+    checker = WeightChecker(scheme, nearest=nearest)
+    checker.add(candidate, reference)
     return checker.result()
 
 

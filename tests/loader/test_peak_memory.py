@@ -74,7 +74,7 @@ def model(tmp_path_factory):
     ("encoding", "memory"),
     [
         ("bfloat16", 1 << 30),
-        pytest.param("bfloat16", 100 << 20, marks=pytest.mark.slow),
+        ("bfloat16", 100 << 20),
         pytest.param("fp8", 1 << 30, marks=pytest.mark.slow),
         pytest.param("fp8", 100 << 20, marks=pytest.mark.slow),  # every weight is done alone
     ],
@@ -85,6 +85,8 @@ def test_a_process_takes_no_more_than_is_stated(tmp_path, model, encoding, memor
     most = 3.5 if encoding == "fp8" else 2.2  # threads may decode their largest weights in turn
     assert taken <= stated <= most * taken
     assert with_verification <= max(stated, verifying) <= most * with_verification
+    if encoding == "bfloat16":  # nothing is decoded whole: what was asked for, and what is beside
+        assert max(stated, verifying) <= memory + 2 * BESIDE
 
 
 def test_most_at_a_time():
