@@ -247,10 +247,10 @@ def parse_table(text: str, *, where: str) -> Table:
 
 
 def _limits(found: Any, where: str) -> CardLimits:  # noqa: ANN401 - whatever the file holds
-    read = found.get("read_gb_s") if isinstance(found, dict) else None
-    tflops = found.get("tflops", {}) if isinstance(found, dict) else None
-    numbers = [read, *tflops.values()] if isinstance(tflops, dict) else [None]
-    if not all(_is_number(number) and number > 0 for number in numbers):
+    told: dict[str, Any] = found if isinstance(found, dict) else {}
+    read, tflops = told.get("read_gb_s", 0), told.get("tflops", {})
+    rates: list[Any] = [read, *(tflops.values() if isinstance(tflops, dict) else [None])]
+    if not all(_is_number(rate) and rate > 0 for rate in rates):
         raise _damaged(
             where, f"`limits` is `{found}`, expected positive `read_gb_s` and `tflops` by dtype"
         )
@@ -335,7 +335,8 @@ def _table(card: str) -> Table:
 
 
 def _card(device: torch.device) -> str:
-    return _card_of(device.index if device.index is not None else torch.cuda.current_device())
+    index: int | None = device.index
+    return _card_of(torch.cuda.current_device() if index is None else index)
 
 
 @functools.cache

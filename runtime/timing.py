@@ -115,4 +115,8 @@ def in_turns(graphs: Sequence[Graph], *, rounds: int = 9) -> list[Time]:
 
 
 def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, stop = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    )
+    return start, stop

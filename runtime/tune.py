@@ -172,14 +172,12 @@ class _Layer:
         best = [s for us, s in sorted(times, key=lambda t: t[0])[:_FINALISTS] if us < rule_us * 1.1]
         calls = [self._call(kernel, settings, x) for settings in (None, *best)]
         rule_us, *finals = timer(calls, len(self.packed), 9)
-        us, settings = min(
-            zip(finals, best, strict=True), key=lambda t: t[0], default=(rule_us, None)
-        )
-        if us > rule_us * _WORTHWHILE:
-            us, settings = rule_us, None
+        us, place = min(((us, i) for i, us in enumerate(finals)), default=(rule_us, 0))
+        wins = us <= rule_us * _WORTHWHILE
         return Tuned(
-            kernel=kernel, scheme=str(self.scheme), shape=(n, k), tokens=m, settings=settings,
-            us=us, rule_us=rule_us, tried=len(times), failed=failed, complete=complete,
+            kernel=kernel, scheme=str(self.scheme), shape=(n, k), tokens=m,
+            settings=best[place] if wins else None, us=us if wins else rule_us,
+            rule_us=rule_us, tried=len(times), failed=failed, complete=complete,
         )  # fmt: skip
 
     def _try(

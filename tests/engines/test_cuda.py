@@ -50,7 +50,7 @@ def test_float32_logits_agree_with_the_reference_on_the_cpu(base, tmp_path, sche
     model = api.load(folder, device="cuda", **options)
     got = model(ids.cuda()).logits.cpu()
     kernels = {report.kernel for report in api.explain(model) if report.scheme != "dense"}
-    assert kernels == {"triton weight-only"}, kernels
+    assert kernels <= {"triton weight-only", "triton rounded inputs"}, kernels
     if "A16" in scheme:
         assert (got - expected).norm() / expected.norm() < 1e-4
     else:  # a code of the input that flips at a rounding boundary moves a result by a step
