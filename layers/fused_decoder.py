@@ -65,6 +65,7 @@ class FusedDecoder:
         self.dtype, self.vocab_size = dtype, vocab_size
         self.device = ends.norm.weight.device
         self.why_not_captured = _why_not_captured(layers, self.device, dtype)
+        self.captures_prompts = True
 
     def new_cache(
         self,

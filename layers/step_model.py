@@ -210,6 +210,11 @@ class TransformersStepModel:
         """See `StepModel`."""
         return why_not_static(self.model) or _why_host_decides(self.model)
 
+    @property
+    def captures_prompts(self) -> bool:
+        """See `StepModel`: transformers looks at masks while it makes them."""
+        return False
+
     def new_cache(
         self,
         batch: int,

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from quantload.runtime.prompt_graphs import PromptGraphs
 from quantload.runtime.step_model import StepCache, StepModel
 
 _log = logging.getLogger("quantload")
@@ -68,8 +70,11 @@ class Slot:
         self._next = _next_on(model.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self.why_eager = self._why_eager(graphs)
+        self._prefill: Callable[[Tensor, Tensor], Tensor] = partial(model.prefill, cache=cache)
         if not self.why_eager:
             self._capture(pool)
+        if self.is_captured and model.captures_prompts:
+            self._prefill = PromptGraphs(model, cache, pool)
 
     @property
     def is_captured(self) -> bool:
@@ -86,7 +91,7 @@ class Slot:
     def start(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Prefill; returns the logits [B, V] after the prompts, see `StepModel.prefill`."""
         self.cache.reset()
-        logits = self.model.prefill(ids, lengths, self.cache)
+        logits = self._prefill(ids, lengths)
         self.positions.copy_(lengths)
         self.tokens.copy_(logits.argmax(-1))
         return logits

@@ -83,6 +83,10 @@ class StepModel(Protocol):
     def why_not_captured(self) -> str:
         """Why a step cannot be captured in a CUDA graph, for people; "" if it can."""
 
+    @property
+    def captures_prompts(self) -> bool:
+        """True if a prefill, too, waits for nothing: it may be captured for one shape of `ids`."""
+
     def new_cache(
         self,
         batch: int,

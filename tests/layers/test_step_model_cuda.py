@@ -108,3 +108,48 @@ def test_bench_is_held_against_the_cards_read_rate(fused):
     for times in report.batches:
         assert 0 < report.limit_share(times) < 1
         assert times.captured, times.why_eager
+
+
+class RightPadded(TransformersStepModel):
+    """Prompts as a fused step runs them: padding on the right, no mask."""
+
+    captures_prompts = True
+
+    def prefill(self, ids, lengths, cache):
+        self.calls = getattr(self, "calls", 0) + 1
+        own = self.model.get_input_embeddings().weight[:200]
+        hidden = own[ids.clamp(max=199)].float().cumsum(1)
+        last = hidden[torch.arange(len(ids), device=ids.device), lengths - 1]
+        return last @ own.float().t()
+
+
+def test_prompts_that_come_again_are_captured():
+    from quantload.runtime.prompt_graphs import PromptGraphs
+
+    model = RightPadded(tiny("llama"))
+    cache = model.new_cache(2, 128)
+    graphs = PromptGraphs(model, cache, torch.cuda.graph_pool_handle())
+    with torch.no_grad():
+        for lengths in ((5, 9), (3, 20), (31, 7), (1, 2), (40, 50), (40, 41), (60, 33)):
+            ids = torch.randint(3, 120, (2, max(lengths)), device=CUDA)
+            held = torch.tensor(lengths, device=CUDA)
+            expected = model.prefill(ids, held, cache)
+            assert torch.equal(graphs(ids, held), expected)
+    assert graphs.why_eager == ""
+    assert sorted(graphs._captured) == [32, 64]
+
+
+def test_prompts_whose_graph_differs_run_eagerly():
+    from quantload.runtime.prompt_graphs import PromptGraphs
+
+    class Counts(RightPadded):
+        def prefill(self, ids, lengths, cache):
+            return super().prefill(ids, lengths, cache) * (1 + self.__dict__.get("calls", 0))
+
+    model = Counts(tiny("llama"))
+    graphs = PromptGraphs(model, model.new_cache(1, 64), None)
+    ids = torch.tensor([[3, 4, 5]], device=CUDA)
+    with torch.no_grad():
+        for _ in range(3):
+            graphs(ids, torch.tensor([3], device=CUDA))
+    assert "captured prompts give other logits" in graphs.why_eager

@@ -16,6 +16,7 @@ class Counting:
     device = torch.device("cpu")
     vocab_size = VOCAB
     why_not_captured = ""
+    captures_prompts = False
 
     def __init__(self):
         self.caches = []
