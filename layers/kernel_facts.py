@@ -60,6 +60,12 @@ def weight_bytes(gemm: nn.Module) -> int:
     return sum(buffer.nbytes for buffer in packed_in(gemm).buffers())
 
 
+def launches_of(packed: nn.Module, tokens: int) -> tuple[str, ...]:
+    """Return the names of the device functions of a call; () if the kernel does not say."""
+    launches = getattr(packed, "kernels_for", None)
+    return () if launches is None else tuple(launches(tokens))
+
+
 def call_of(
     gemm: nn.Module, shape: tuple[int, int], input: InputScheme | None, tokens: int
 ) -> Call:
@@ -75,9 +81,8 @@ def call_of(
     buffer = next(packed.buffers(), None)
     if buffer is None:
         return Call(tokens)
-    launches = getattr(packed, "kernels_for", None)
     with trying() as trial:  # the kernel asks for the settings of such a call
-        kernels = () if launches is None else tuple(launches(tokens))
+        kernels = launches_of(packed, tokens)
     (n, k), device = shape, buffer.device
     asked = {name for name, *_ in trial.asked}
     expected = measured_us(asked.pop(), device, m=tokens, n=n, k=k) if len(asked) == 1 else None
@@ -98,4 +103,4 @@ def _limit_us(
     return max(size / limits.read_gb_s / 1e3, operations / rate / 1e6 if rate else 0.0)
 
 
-__all__ = ["Call", "call_of", "layout_of", "packed_in", "weight_bytes"]
+__all__ = ["Call", "call_of", "launches_of", "layout_of", "packed_in", "weight_bytes"]

@@ -18,9 +18,9 @@ from torch import nn
 
 from quantload.errors import ModelError, listed
 from quantload.layers.checkpoint_names import mapper_of
-from quantload.layers.experts_surgery import explain_experts, replace_experts
+from quantload.layers.experts_surgery import ExpertsReport, explain_experts, replace_experts
 from quantload.layers.guard import guard
-from quantload.layers.kernel_facts import Call, call_of, layout_of, weight_bytes
+from quantload.layers.kernel_facts import Call, call_of, launches_of, layout_of, weight_bytes
 from quantload.layers.layer_builder import LayerBuilder, Sharing
 from quantload.layers.linear import QuantLinear
 from quantload.layers.meta_model import (
@@ -52,7 +52,8 @@ class LinearReport:
         experts: How many experts of a block run so; 0 for a layer of its own.
         shape: (N, K) of the product that computes it, of the whole stack; () of experts.
         layout: How the weight of that product lies in memory, "" if its kernel does not say.
-        weight_bytes: Bytes of that weight on its device, scales included; 0 of experts.
+        weight_bytes: Bytes of that weight on its device, scales included; of all experts of a block
+            together, of which a call reads those that its tokens take.
         calls: What calls launch and may take, for numbers of tokens that were asked for.
     """
 
@@ -225,7 +226,7 @@ def explain(model: nn.Module, tokens: Sequence[int] = ()) -> list[LinearReport]:
         experts = explain_experts(path, module)
         block = f"{path}." if experts else None
         if experts:
-            reports += [LinearReport(**vars(report)) for report in experts]
+            reports += [_experts_report(module, report, tokens) for report in experts]
         elif isinstance(module, StackView):
             stack: LinearStack = module.__dict__["stack"]
             fused = "" if stack.separate is not None else stack.prefix
@@ -245,6 +246,18 @@ def explain(model: nn.Module, tokens: Sequence[int] = ()) -> list[LinearReport]:
                 )
             )
     return reports
+
+
+def _experts_report(block: nn.Module, report: ExpertsReport, tokens: Sequence[int]) -> LinearReport:
+    packed = getattr(block, "_modules", {}).get(f"{report.module.rpartition('.')[2]}_experts")
+    if packed is None:
+        return LinearReport(**vars(report))
+    return LinearReport(
+        **vars(report),
+        layout=layout_of(packed),
+        weight_bytes=weight_bytes(packed),
+        calls=tuple(Call(m, launches_of(packed, m)) for m in tokens),
+    )
 
 
 def _report(

@@ -6,6 +6,7 @@ import pytest
 import tiny_checkpoints as tiny
 import torch
 from click.testing import CliRunner
+from moe_models import moe_model
 
 import quantload
 from quantload import api
@@ -115,6 +116,20 @@ def test_tokens_are_at_least_one(folder):
     model = quantload.load(folder, device="cpu")
     with pytest.raises(ConfigError, match="tokens `0`, expected at least 1"):
         quantload.explain(model, tokens=[4, 0])
+
+
+def test_experts_are_told_together(tmp_path):
+    moe_model("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path)
+    model = quantload.load(tmp_path, scheme="W8A16:channel", device="cpu")
+    found = [report for report in quantload.explain(model, tokens=4) if report.experts]
+    assert found
+    for report in found:
+        path, _, leaf = report.module.rpartition(".")
+        packed = model.get_submodule(path)._modules[f"{leaf}_experts"]
+        assert report.weight_bytes == sum(buffer.nbytes for buffer in packed.buffers()) > 0
+        assert [call.tokens for call in report.calls] == [4]
+    lines = str(quantload.explain(model)).splitlines()
+    assert any(f" {found[0].experts} experts " in line for line in lines)
 
 
 def test_the_command(folder):
