@@ -58,10 +58,7 @@ def _scale(raw, SLOT: tl.constexpr, KIND: tl.constexpr):
             tl.float32, bitcast=True
         ) * 1.329227995784916e36
     elif KIND == "bf16":
-        half = raw if SLOT < 2 else (raw >> 32)
-        bits = half.to(tl.int32)
-        bits = bits << 16 if SLOT % 2 == 0 else bits & -65536
-        return bits.to(tl.float32, bitcast=True)
+        return (raw >> (16 * SLOT)).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
     elif KIND == "fp16":
         return (raw >> (16 * SLOT)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -141,10 +138,11 @@ def plus_block(acc, w, x, s, KIND: tl.constexpr, GROUP_SLICES: tl.constexpr, AFT
         acc = tl.dot(w3, x3, acc, input_precision="ieee")
     elif not AFTER:
         dtype: tl.constexpr = w0.dtype
-        acc = tl.dot(w0 * s0.to(dtype), x0, acc, input_precision="ieee")
-        acc = tl.dot(w1 * s1.to(dtype), x1, acc, input_precision="ieee")
-        acc = tl.dot(w2 * s2.to(dtype), x2, acc, input_precision="ieee")
-        acc = tl.dot(w3 * s3.to(dtype), x3, acc, input_precision="ieee")
+        v0, v1, v2, v3 = w0 * s0.to(dtype), w1 * s1.to(dtype), w2 * s2.to(dtype), w3 * s3.to(dtype)
+        acc = tl.dot(v0, x0, acc, input_precision="ieee")
+        acc = tl.dot(v1, x1, acc, input_precision="ieee")
+        acc = tl.dot(v2, x2, acc, input_precision="ieee")
+        acc = tl.dot(v3, x3, acc, input_precision="ieee")
     elif GROUP_SLICES == 1:
         acc += tl.dot(w0, x0, input_precision="ieee") * s0
         acc += tl.dot(w1, x1, input_precision="ieee") * s1
