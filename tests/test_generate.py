@@ -160,6 +160,8 @@ def test_refusals(model):
         quantload.generate(model, [1, 2], chat=True)
     with pytest.raises(ConfigError, match="`colours` are no settings"):
         quantload.generate(model, [1, 2], colours=3)
+    with pytest.raises(ModelError, match="`Linear` is not a model of transformers"):
+        quantload.TextDecoder(torch.nn.Linear(2, 2))
     with pytest.raises(ModelError, match="no fused decoding of"):
         quantload.TextDecoder(model, fused=True)
     assert quantload.generate(model, []) == []
