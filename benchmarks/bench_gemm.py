@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from quantload.layers.kernel_facts import packed_in
 from quantload.quant.qtensor import QuantTensor
-from quantload.runtime.launch_settings import card_limits
+from quantload.runtime.launch_settings import card_limits, trying
 from quantload.runtime.timing import capture, copies, in_turns
 
 CHECKED_ROWS = 256
@@ -61,7 +61,7 @@ class Contestant:
         rounds_input: Whether the rounding of the input is in the time.
         serves: Whether it takes this many tokens.
         finish: Turns what run returned into [M, N] numbers, for the check.
-        kernels: What a call launches, for the file.
+        packed: Our packed weight, which says what a call launches; None of others.
     """
 
     name: str
@@ -70,7 +70,15 @@ class Contestant:
     rounds_input: bool = False
     serves: Callable[[int], bool] = lambda m: True
     finish: Callable[[Any, int, Any], Tensor] = lambda state, m, y: y
-    kernels: Callable[[int], tuple[str, ...]] = lambda m: ()
+    packed: nn.Module | None = None
+
+    def launched(self, m: int) -> dict[str, Any]:
+        """Say what a call launches, and under which name its settings are kept."""
+        if self.packed is None or not hasattr(self.packed, "kernels_for"):
+            return {}
+        with trying() as trial:
+            kernels = self.packed.kernels_for(m)
+        return {"kernels": kernels, "settings": sorted({name for name, *_ in trial.asked})}
 
 
 @dataclass
@@ -117,10 +125,9 @@ def ours(fmt: str, weight: QuantTensor | Tensor, inputs: dict[int, Tensor]) -> I
         return
     layer = our_layer(fmt, weight)
     packed, rounds = packed_in(layer.gemm), scheme_of(fmt).input is not None
-    launched = getattr(packed, "kernels_for", lambda m: (layer.kernel.name,))
     name = "ours+q" if rounds else "ours"
     yield Contestant(
-        name, layer, lambda layer, m: layer(inputs[m]), rounds_input=rounds, kernels=launched
+        name, layer, lambda layer, m: layer(inputs[m]), rounds_input=rounds, packed=packed
     )
     if rounds and hasattr(packed, "forward_rounded"):
         codes = {m: packed.round_input(x) for m, x in inputs.items()}
@@ -128,7 +135,7 @@ def ours(fmt: str, weight: QuantTensor | Tensor, inputs: dict[int, Tensor]) -> I
             "ours",
             packed,
             lambda packed, m: packed.forward_rounded(*codes[m]),
-            kernels=launched,
+            packed=packed,
         )
 
 
@@ -238,7 +245,7 @@ def _measure_cell(
             "error": error,
             "ok": error < TOLERANCE[rounds],
             "rounds_input": contestant.rounds_input,
-            "kernels": contestant.kernels(m),
+            **contestant.launched(m),
         }
         run.rows.append(row)
         if run.options.verbose or not row["ok"]:
