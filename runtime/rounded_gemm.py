@@ -112,6 +112,10 @@ class RoundedLinear(nn.Module):
         k = self.packed.codes.shape[1]
         if x.shape[-1] != k:
             raise ShapeError(f"input has `{x.shape[-1]}` features, the weight expects `{k}`")
+        if self.exchange_max is None and self.input.dynamic:
+            from quantload.runtime.kernels.rounded import rounded_linear
+
+            return rounded_linear(x, self.packed, self.input, bias)
         y = self.forward_rounded(*self.round_input(x), bias)
         return y.reshape(*x.shape[:-1], y.shape[-1]).to(x.dtype)
 

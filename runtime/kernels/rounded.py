@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 
 from quantload.errors import ShapeError
+from quantload.quant.grid import E4M3, INT8
 from quantload.quant.scheme import InputScheme
 from quantload.runtime.kernels import quantize
 from quantload.runtime.kernels.quantize_rows import quantize_rows
@@ -63,9 +64,62 @@ def rounded_linear(
         raise ShapeError(
             f"input has `{x.shape[-1]}` features, the weight expects `{packed.codes.shape[1]}`"
         )
-    codes, scales = quantize_rows(x.reshape(-1, x.shape[-1]), input)
-    y = multiply_rounded(codes, scales, packed, bias, dtype=x.dtype)
+    y: Tensor = _linear(
+        x.reshape(-1, x.shape[-1]), packed.codes, packed.scale, packed.sums, bias, packed.group,
+        packed.block_rows, packed.is_uniform, input.granularity == "tensor", input.scale == "e8m0",
+    )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+@torch.library.custom_op("quantload::rounded_linear", mutates_args=())
+def _linear(
+    x: Tensor,
+    w_codes: Tensor,
+    w_scale: Tensor,
+    w_sums: Tensor | None,
+    bias: Tensor | None,
+    group: int,
+    block_rows: int,
+    is_uniform: bool,
+    per_tensor: bool,
+    powers: bool,
+) -> Tensor:
+    out = x.new_empty(len(x), len(w_codes))
+    if len(x):
+        packed = PackedRounded(w_codes, w_scale, w_sums, group, block_rows, is_uniform)
+        settings = settings_of(packed, len(x))
+        with torch.cuda.device_of(x):
+            if settings.get("fused") and w_sums is None and not per_tensor:
+                from quantload.runtime.kernels.rounded_fused import launch_fused
+
+                launch_fused(x, packed, bias, out, settings)
+            else:
+                input = InputScheme(
+                    grid=INT8 if w_codes.dtype == torch.int8 else E4M3,
+                    granularity="tensor" if per_tensor else "group" if group else "token",
+                    group_size=group or None,
+                    symmetric=w_sums is None,
+                    scale="e8m0" if powers else "float",
+                )
+                codes, scales = quantize_rows(x, input)
+                launch(codes, scales, packed, bias, out, settings)
+    return out
+
+
+@_linear.register_fake
+def _(
+    x: Tensor,
+    w_codes: Tensor,
+    w_scale: Tensor,
+    w_sums: Tensor | None,
+    bias: Tensor | None,
+    group: int,
+    block_rows: int,
+    is_uniform: bool,
+    per_tensor: bool,
+    powers: bool,
+) -> Tensor:
+    return x.new_empty(x.shape[0], w_codes.shape[0])
 
 
 def multiply_rounded(
@@ -154,10 +208,20 @@ def launch(
     elif settings.get("library") and out.dtype == torch.bfloat16 and out.shape[1] % 16 == 0:
         _multiply_by_library(codes, scales, packed, bias, out)
     else:
-        from quantload.runtime.kernels.rounded_hopper import launch_hopper
+        if settings.get("library") or settings.get("fused"):  # they do not serve this call
+            settings = rule(packed, len(codes))
+        _launch_own(codes, scales, packed, bias, out, settings)
 
-        settings = rule(packed, len(codes)) if settings.get("library") else settings
-        launch_hopper(codes, scales, packed, bias, out, settings)
+
+def _launch_own(
+    codes: Tensor, scales: Tensor, packed: PackedRounded, bias: Tensor | None, out: Tensor,
+    settings: Settings,
+) -> None:  # fmt: skip
+    if settings.get("wide"):
+        from quantload.runtime.kernels.rounded_wide import launch_wide as launch_it
+    else:
+        from quantload.runtime.kernels.rounded_hopper import launch_hopper as launch_it
+    launch_it(codes, scales, packed, bias, out, settings)
 
 
 def _multiply_by_library(
@@ -197,5 +261,9 @@ def kernels_for(packed: PackedRounded, input: InputScheme, m: int) -> tuple[str,
     before = before if input.dynamic else "quantize_fixed"
     if not is_hopper(packed):
         return (before, "rounded_gemm_general")
-    by_library = settings_of(packed, m).get("library")
-    return (before, "cuBLAS" if by_library else "rounded_gemm_hopper")
+    settings = settings_of(packed, m)
+    if settings.get("fused") and packed.sums is None and input.granularity == "token":
+        return ("rounded_gemm_fused",)
+    if settings.get("library"):
+        return (before, "cuBLAS")
+    return (before, "rounded_gemm_wide" if settings.get("wide") else "rounded_gemm_hopper")

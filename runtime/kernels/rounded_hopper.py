@@ -311,8 +311,8 @@ def launch_hopper(
     splits, tiles = min(s["splits"], steps), triton.cdiv(n, bn) * triton.cdiv(m, bm)
     partial, locks = scratch(out.device, tiles, bn * bm, splits, integers)
     rounded_gemm_hopper[(tiles, splits)](
-        TensorDescriptor(packed.codes, [n, k], [k, 1], [bn, bk], _layout(bn, bk, integers)),
-        TensorDescriptor(codes, [m, k], [k, 1], [bm, bk], _layout(bm, bk, integers)),
+        TensorDescriptor(packed.codes, [n, k], [k, 1], [bn, bk], layout_of_tile(bn, bk, integers)),
+        TensorDescriptor(codes, [m, k], [k, 1], [bm, bk], layout_of_tile(bm, bk, integers)),
         packed.scale, scales, packed.sums, bias, out, partial, locks,
         m, n, steps, splits, token_step(scales), scales.shape[-1], packed.block_rows,
         STAGES=s["stages"], GROUPS=packed.group > 0, PER_ROW=packed.block_rows % bn != 0,
@@ -322,7 +322,7 @@ def launch_hopper(
 
 
 @functools.cache
-def _layout(rows: int, columns: int, integers: bool) -> gl.NVMMASharedLayout:
+def layout_of_tile(rows: int, columns: int, integers: bool) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(
         [rows, columns], gl.int8 if integers else gl.float8e4nv
     )

@@ -17,6 +17,7 @@ from quantload.runtime.launch_settings import Settings, find
 __all__ = ["candidates", "family", "is_hopper", "rule", "settings_of"]
 
 _HOPPER_GROUP = 128
+_SHARED = 232448 - 1024  # bytes that a program may use on sm_90
 
 
 @functools.cache
@@ -36,12 +37,15 @@ def family(packed: PackedRounded) -> str:
 
 
 def settings_of(packed: PackedRounded, m: int) -> Settings:
-    """Return the settings of a launch: measured ones, else the rule's."""
+    """Return the settings of a launch: measured ones, else the rule's.
+
+    Those with `fused` are of a product that rounds its input; it serves up to 8 tokens.
+    """
     (n, k), device = packed.codes.shape, packed.codes.device
     shared = _card(device)[1]
     if is_hopper(packed):
         measured = find(family(packed), device, m=m, n=n, k=k)
-        if measured is not None and _fits(packed, measured, m, shared):
+        if measured is not None and _fits(packed, measured, shared):
             return measured
     return rule(packed, m)
 
@@ -59,9 +63,11 @@ def is_hopper(packed: PackedRounded) -> bool:
     return aligned and packed.group in (0, _HOPPER_GROUP) and _card(packed.codes.device)[2]
 
 
-def _fits(packed: PackedRounded, found: Settings, m: int, shared: int) -> bool:
-    if found.get("library"):
+def _fits(packed: PackedRounded, found: Settings, shared: int) -> bool:
+    if found.get("library") or found.get("fused"):
         return not packed.group
+    if found.get("wide"):
+        return not packed.group or packed.block_rows % found["bn"] == 0
     return _bytes(found) <= shared and not (found["bm"] < 64 and not found["swap"])
 
 
@@ -72,23 +78,22 @@ def _bytes(s: Settings) -> int:
 
 
 def _rule_hopper(packed: PackedRounded, m: int, processors: int) -> Settings:
-    """Small tiles and parts of K until every processor has two programs; then large tiles."""
+    """What was near the best on an H200 for the shapes of 8B and 70B models."""
     n, k = packed.codes.shape
-    floats = packed.codes.dtype != torch.int8
-    if m <= 64:
-        bm = max(8, triton.next_power_of_2(m))
-        steps, tiles = triton.cdiv(k, 128), triton.cdiv(n, 64)
-        splits = max(1, min(2 * processors // tiles, steps // 4, 16))
-        return {"bn": 64, "bm": bm, "bk": 128, "stages": 6, "warps": 4, "splits": splits,
-                "swap": 1, "exact": int(floats), "band": 1}  # fmt: skip
-    if packed.group:
-        return {"bn": 128, "bm": 128, "bk": 128, "stages": 4, "warps": 8, "splits": 1,
-                "swap": 0, "exact": 1, "band": 8}  # fmt: skip
-    if triton.cdiv(n, 128) * triton.cdiv(m, 256) >= processors:
-        return {"bn": 128, "bm": 256, "bk": 128, "stages": 3, "warps": 8, "splits": 1,
-                "swap": 1, "exact": 0, "band": 8}  # fmt: skip
-    return {"bn": 128, "bm": 128, "bk": 128, "stages": 4, "warps": 8, "splits": 1,
-            "swap": 1, "exact": int(floats), "band": 8}  # fmt: skip
+    if m > 64:
+        bn = 64 if triton.cdiv(n, 128) * triton.cdiv(m, 128) < processors else 128
+        if packed.group and packed.block_rows % bn:
+            return {"bn": 128, "bm": 128, "bk": 128, "stages": 4, "warps": 8, "splits": 1,
+                    "swap": 0, "exact": 1, "band": 8}  # fmt: skip
+        return {"wide": 1, "bn": bn, "stages": 8 if bn == 64 else 6, "band": 4, "registers": 208}
+    bk, stages = (packed.group, 8) if packed.group else (256, 4)
+    swap = int(m <= 32 or not packed.group)
+    bm = max(8, triton.next_power_of_2(m)) if swap else 64
+    # two programs for each processor, where their sums are small
+    programs = processors * (2 if m <= 32 else 1)
+    splits = max(1, min(round(programs / triton.cdiv(n, 64)), triton.cdiv(k, bk) // 2))
+    return {"bn": 64, "bm": bm, "bk": bk, "stages": stages, "warps": 4, "splits": splits,
+            "swap": swap, "exact": int(packed.codes.dtype != torch.int8), "band": 1}  # fmt: skip
 
 
 def _rule_general(packed: PackedRounded, m: int, processors: int) -> Settings:
@@ -103,35 +108,59 @@ def _rule_general(packed: PackedRounded, m: int, processors: int) -> Settings:
 
 
 def candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> Iterator[Settings]:
-    """Yield settings of `rounded_hopper` worth measuring, for processors of an H100 or H200."""
-    steps = triton.cdiv(k, 128)
+    """Yield settings of a product worth measuring, for processors of an H100 or H200."""
+    if m <= 8 and not group:
+        yield from _fused_candidates(m, n, k)
     if m <= 128:
-        bm = max(8, triton.next_power_of_2(m))
-        for bn, bk, stages in (
-            (64, 128, 4), (64, 128, 8), (64, 256, 4), (128, 128, 4), (128, 128, 6),
-        ):  # fmt: skip
-            if group and bk != group:
-                continue
-            splits = {
-                max(1, min(round(132 * waves / triton.cdiv(n, bn)), steps // 2))
-                for waves in (1, 2, 4)
-            }
-            for count in sorted(splits):
-                yield {"bn": bn, "bm": bm, "bk": bk, "stages": stages, "warps": 4,
-                       "splits": count, "swap": 1, "exact": int(floats), "band": 1}  # fmt: skip
-        return
+        yield from _narrow_candidates(m, n, k, floats=floats, group=group)
+    if m > 64:
+        yield from _wide_candidates(m, floats=floats, group=group)
+
+
+def _fused_candidates(m: int, n: int, k: int) -> Iterator[Settings]:
+    for bn, bk, stages in ((64, 256, 4), (64, 256, 6), (64, 128, 8), (128, 128, 6)):
+        steps = triton.cdiv(k, bk)
+        for splits in sorted(
+            {max(1, min(round(132 * wave / triton.cdiv(n, bn)), steps // 2)) for wave in (1, 2, 4)}
+        ):
+            if triton.cdiv(steps, splits) * bk <= (4096 if m == 1 else 1024):  # registers
+                yield {"fused": 1, "bn": bn, "bk": bk, "stages": stages, "warps": 4,
+                       "splits": splits}  # fmt: skip
+
+
+def _narrow_candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> Iterator[Settings]:
+    bm, exact = max(8, triton.next_power_of_2(m)), int(floats)
+    tiles: tuple[tuple[int, int, int], ...] = (
+        (64, 256, 4), (64, 256, 6), (64, 512, 2), (128, 256, 3), (128, 128, 6), (64, 128, 8),
+    )  # fmt: skip
+    if group:
+        tiles = ((64, group, 8), (64, group, 12), (128, group, 6), (128, group, 8))
+    for bn, bk, stages in tiles:
+        for swap in (1, 0) if group and m > 32 else (1,):
+            height = bm if swap else 64
+            waves = (1, 2, 4) if m <= 32 else (1, 2)
+            programs = triton.cdiv(n, bn) * triton.cdiv(m, height)
+            steps = triton.cdiv(k, bk)
+            for splits in sorted(
+                {max(1, min(round(132 * wave / programs), steps // 2)) for wave in waves}
+            ):
+                found = {"bn": bn, "bm": height, "bk": bk, "stages": stages, "warps": 4,
+                         "splits": splits, "swap": swap, "exact": exact, "band": 1}  # fmt: skip
+                if _bytes(found) <= _SHARED and bn * height <= 64 * 128:
+                    yield found
+
+
+def _wide_candidates(m: int, *, floats: bool, group: int) -> Iterator[Settings]:
     if floats and not group:
         yield {"library": 1}
-    for bn, bm, warps, stages, swap in (
-        (128, 128, 8, 4, 1), (128, 128, 4, 4, 1), (128, 256, 8, 3, 1), (256, 128, 8, 3, 1),
-        (128, 64, 4, 4, 1), (64, 128, 4, 4, 1), (128, 128, 8, 6, 0), (128, 128, 8, 4, 0),
-        (128, 64, 4, 4, 0), (64, 128, 8, 4, 0), (256, 128, 8, 4, 0), (128, 256, 8, 4, 0),
-    ):  # fmt: skip
-        if group and (swap or bn * bm > 64 * 32 * warps):
+    for bn, stages in ((64, 8), (128, 6), (256, 4)):
+        if group and bn > 128:
             continue
-        for splits in (1, 2) if m <= 256 else (1,):
-            # three accumulators in registers, where sums are promoted
-            can_promote = bn * bm <= 64 * 32 * warps
-            for exact in (1,) if group else (0, 1) if floats and can_promote else (0,):
-                yield {"bn": bn, "bm": bm, "bk": 128, "stages": stages, "warps": warps,
-                       "splits": splits, "swap": swap, "exact": exact, "band": 8}  # fmt: skip
+        for band in (4, 16):
+            yield {"wide": 1, "bn": bn, "stages": stages, "band": band, "registers": 208}
+    if group:
+        return
+    for bn, bm, warps, stages in ((128, 128, 4, 4), (128, 256, 8, 3), (64, 128, 4, 4)):
+        if bm <= m:
+            yield {"bn": bn, "bm": bm, "bk": 128, "stages": stages, "warps": warps,
+                   "splits": 1, "swap": 1, "exact": 0, "band": 8}  # fmt: skip

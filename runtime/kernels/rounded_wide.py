@@ -1,0 +1,221 @@
+"""The product of many rounded tokens on sm_90: warps that fetch, and two groups that multiply.
+
+What `rounded_hopper` does, for many tokens. Of the warps of a program one fetches tiles of W and x
+into a ring; two groups of four multiply 64 tokens each with the same tile of W, wait for nobody but
+their own products, and tell the fetching warp when a place is free. So the tensor core has one
+group's product to do while the other adds, scales or stores. Programs are as many as processors,
+and take one tile after another.
+
+Scales in groups meet each step's sums, as in DeepSeek's DeepGEMM (2025), whose division of labour
+this is; without groups sums stay in the tensor core.
+
+Grid: processors. Masked: rows past M and N. K is a multiple of 16. Limit: tensor cores.
+
+Letters: M tokens, N output features, K input features, BN, BK tiles of W.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, type-arg"
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quantload.runtime.kernels.rounded_hopper import layout_of_tile
+from quantload.runtime.kernels.rounded_scratch import token_step
+from quantload.runtime.kernels.rounded_weight import PackedRounded
+from quantload.runtime.launch_settings import Settings
+
+__all__ = ["launch_wide", "rounded_gemm_wide"]
+
+_HALF = 64  # tokens of a group of warps
+
+
+@gluon.jit
+def _place(tile, M, N, BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr):
+    """First row of W and of x of a tile; BAND tiles of tokens are taken for each of W."""
+    tiles_n = gl.cdiv(N, BN)
+    band = tile // (BAND * tiles_n)
+    height = gl.minimum(gl.cdiv(M, BM) - band * BAND, BAND)
+    inside = tile % (BAND * tiles_n)
+    return inside // height * BN, (band * BAND + inside % height) * BM
+
+
+@gluon.jit
+def _fetch(w_desc, x_desc, w_ring, x_ring, ready, free, M, N, steps, tiles, BAND: gl.constexpr):
+    """Bring the tiles of all steps of all tiles of the result."""
+    STAGES: gl.constexpr = w_ring.shape[0]
+    BN: gl.constexpr = w_desc.block_type.shape[0]
+    BK: gl.constexpr = w_desc.block_type.shape[1]
+    HALF: gl.constexpr = x_desc.block_type.shape[0]
+    SIZE: gl.constexpr = w_desc.block_type.nbytes + 2 * x_desc.block_type.nbytes
+    done = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        n, m = _place(tile, M, N, 2 * HALF, BN, BAND)
+        for step in range(steps):
+            place = done % STAGES
+            bar = ready.index(place)
+            mbarrier.wait(free.index(place), ((done // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, SIZE)
+            tma.async_copy_global_to_shared(w_desc, [n, step * BK], bar, w_ring.index(place))
+            tma.async_copy_global_to_shared(x_desc, [m, step * BK], bar, x_ring.index(2 * place))
+            tma.async_copy_global_to_shared(
+                x_desc, [m + HALF, step * BK], bar, x_ring.index(2 * place + 1)
+            )
+            done += 1
+
+
+@gluon.jit
+def _multiply(
+    INDEX: gl.constexpr, w_scale, x_scale, w_sums, bias, out, w_ring, x_ring, ready, free,
+    M, N, steps, tiles, x_step, groups, block_rows,
+    GROUPS: gl.constexpr, ZEROS: gl.constexpr, BAND: gl.constexpr,
+):  # fmt: skip
+    """Multiply the tokens of one half of each tile of the result."""
+    STAGES: gl.constexpr = w_ring.shape[0]
+    BN: gl.constexpr = w_ring.shape[1]
+    HALF: gl.constexpr = x_ring.shape[1]
+    SUM: gl.constexpr = gl.int32 if w_ring.dtype == gl.int8 else gl.float32
+    WIDE: gl.constexpr = min(BN, 128 if w_ring.dtype == gl.int8 else 256)
+    TILE: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 32]
+    )
+    nothing = gl.zeros([HALF, BN], SUM, layout=TILE)
+    done = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        n_start, m_start = _place(tile, M, N, 2 * HALF, BN, BAND)
+        m = m_start + INDEX * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, TILE))
+        total = nothing
+        for step in range(steps):
+            place = done % STAGES
+            if GROUPS:
+                x_part = gl.load(x_scale + m * groups + step, mask=m < M, other=0.0)
+                w_part = gl.load(w_scale + n_start // block_rows * groups + step)
+            mbarrier.wait(ready.index(place), (done // STAGES) & 1)
+            if GROUPS:
+                found = warpgroup_mma(
+                    x_ring.index(2 * place + INDEX), w_ring.index(place).permute((1, 0)), nothing,
+                    use_acc=False, is_async=True,
+                )  # fmt: skip
+                found = warpgroup_mma_wait(0, deps=[found])
+                mbarrier.arrive(free.index(place), count=1)
+                total += found * gl.expand_dims(x_part * w_part, 1)
+            else:
+                total = warpgroup_mma(
+                    x_ring.index(2 * place + INDEX), w_ring.index(place).permute((1, 0)), total,
+                    is_async=True,
+                )  # fmt: skip
+                total = warpgroup_mma_wait(1, deps=[total])
+                before = (done + STAGES - 1) % STAGES
+                mbarrier.arrive(free.index(before), count=1, pred=step > 0)
+            done += 1
+        if not GROUPS:
+            total = warpgroup_mma_wait(0, deps=[total])
+            mbarrier.arrive(free.index((done + STAGES - 1) % STAGES), count=1)
+        n = n_start + gl.arange(0, BN, layout=gl.SliceLayout(0, TILE))
+        n_in, m_in = n < N, m < M
+        if ZEROS:
+            zero = gl.load(x_scale + m * x_step + 1, mask=m_in, other=0.0).to(gl.int32)
+            sums = gl.load(w_sums + n, mask=n_in, other=0)
+            total -= gl.expand_dims(sums, 0) * gl.expand_dims(zero, 1)
+        y = total.to(gl.float32)
+        if not GROUPS:
+            scale = gl.load(x_scale + m * x_step, mask=m_in, other=0.0)
+            scale += scale - scale  # what is not finite makes NaN, whatever its codes are
+            y *= gl.expand_dims(gl.load(w_scale + n, mask=n_in, other=0.0), 0)
+            y *= gl.expand_dims(scale, 1)
+        if bias is not None:
+            y += gl.expand_dims(gl.load(bias + n, mask=n_in, other=0.0).to(gl.float32), 0)
+        place_out = out + gl.expand_dims(m.to(gl.int64) * N, 1) + gl.expand_dims(n, 0)
+        mask = gl.expand_dims(m_in, 1) & gl.expand_dims(n_in, 0)
+        gl.store(place_out, y.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def rounded_gemm_wide(
+    w_desc, x_desc, w_scale, x_scale, w_sums, bias, out,
+    M, N, steps, tiles, x_step, groups, block_rows,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr, BAND: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Multiply; arguments as in `rounded_hopper`, where they are not described here.
+
+    Args:
+        w_desc: [BN, BK] of W's codes.
+        x_desc: [64, BK] of x's codes.
+        w_scale: [N], or [blocks of rows, groups]; BN divides the rows of a block.
+        x_scale: Scales of tokens.
+        w_sums: [N] or None.
+        bias: [N] or None.
+        out: [M, N].
+        M: Tokens.
+        N: Output features.
+        steps: ceil(K / BK).
+        tiles: Tiles of the result.
+        x_step: Between the scales of two tokens.
+        groups: Groups of columns.
+        block_rows: Rows that share a scale.
+        STAGES: Places of the ring.
+        GROUPS: A scale for each step.
+        ZEROS: The input has zero points.
+        BAND: Tiles of tokens that are taken for a tile of W before the next one.
+        REGISTERS: Of a thread that multiplies.
+    """
+    BN: gl.constexpr = w_desc.block_type.shape[0]
+    BK: gl.constexpr = w_desc.block_type.shape[1]
+    HALF: gl.constexpr = x_desc.block_type.shape[0]
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, HALF, BK], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=2)
+    gdc_launch_dependents()
+    gdc_wait()
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                0, w_scale, x_scale, w_sums, bias, out, w_ring, x_ring, ready, free,
+                M, N, steps, tiles, x_step, groups, block_rows, GROUPS, ZEROS, BAND,
+            )),
+            (_multiply, (
+                1, w_scale, x_scale, w_sums, bias, out, w_ring, x_ring, ready, free,
+                M, N, steps, tiles, x_step, groups, block_rows, GROUPS, ZEROS, BAND,
+            )),
+            (_fetch, (
+                w_desc, x_desc, w_ring, x_ring, ready, free, M, N, steps, tiles, BAND,
+            )),
+        ],
+        [4, 1],
+        [REGISTERS, 40],
+    )  # fmt: skip
+
+
+def launch_wide(
+    codes: Tensor, scales: Tensor, packed: PackedRounded, bias: Tensor | None, out: Tensor,
+    s: Settings,
+) -> None:  # fmt: skip
+    """Multiply with the given settings into out [M, N]; see `PackedRounded` and `rounded`."""
+    (m, k), n, bn, bk = codes.shape, out.shape[1], s["bn"], 128
+    integers = codes.dtype == torch.int8
+    tiles = triton.cdiv(n, bn) * triton.cdiv(m, 2 * _HALF)
+    processors = torch.cuda.get_device_properties(codes.device).multi_processor_count
+    rounded_gemm_wide[(min(tiles, processors),)](
+        TensorDescriptor(packed.codes, [n, k], [k, 1], [bn, bk], layout_of_tile(bn, bk, integers)),
+        TensorDescriptor(codes, [m, k], [k, 1], [_HALF, bk], layout_of_tile(_HALF, bk, integers)),
+        packed.scale, scales, packed.sums, bias, out, m, n, triton.cdiv(k, bk), tiles,
+        token_step(scales), scales.shape[-1], packed.block_rows, STAGES=s["stages"],
+        GROUPS=packed.group > 0, ZEROS=packed.sums is not None, BAND=s["band"],
+        REGISTERS=s["registers"], num_warps=4, launch_pdl=True,
+    )  # fmt: skip
