@@ -120,8 +120,7 @@ class Decoder:
         try:
             for first in range(0, len(prompts), self.max_batch):
                 batch = prompts[first : first + self.max_batch]
-                with torch.no_grad():
-                    yield from self._stream(batch, rules, first)
+                yield from self._stream(batch, rules, first)
         finally:
             self._busy = False
 
@@ -245,6 +244,7 @@ class _Choosing:
         ids = [[*[rules.pad_id] * (self._length - len(p)), *p, *room] for p in prompts]
         self._ids = torch.tensor(ids).to(slot.tokens.device)
 
+    @torch.no_grad()
     def __call__(self, logits: Tensor) -> None:
         """Write the tokens that follow `logits` [B, V] where the next step reads them."""
         scores = logits[: self._rows].to(torch.float32, copy=True)

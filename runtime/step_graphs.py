@@ -88,6 +88,7 @@ class Slot:
             return f"CUDA graphs need CUDA, found `{self.model.device.type}`"
         return self.model.why_not_captured
 
+    @torch.no_grad()
     def start(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Prefill; returns the logits [B, V] after the prompts, see `StepModel.prefill`."""
         self.cache.reset()
@@ -96,6 +97,7 @@ class Slot:
         self.tokens.copy_(logits.argmax(-1))
         return logits
 
+    @torch.no_grad()
     def step(self) -> Tensor:
         """Run `tokens` at `positions`; returns logits [B, V] that are valid until the next step.
 
@@ -114,6 +116,7 @@ class Slot:
 
     # -- capturing -----------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _capture(self, pool: tuple[int, int] | None) -> None:
         """Capture a step, or say in `why_eager` why that failed."""
         try:

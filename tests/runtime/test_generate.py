@@ -132,6 +132,11 @@ def test_a_stream_yields_tokens_step_by_step():
     ]
 
 
+def test_a_stream_leaves_the_grad_mode_alone():
+    stream = Decoder(Counting()).stream([[1, 2]], Rules(3))
+    assert [torch.is_grad_enabled() for _ in stream] == [True] * 3
+
+
 def test_caches_are_kept_for_requests_that_fit():
     model = Counting()
     decoder = Decoder(model)
