@@ -89,34 +89,24 @@ def _prefetch(words, stride, blocks, BYTES: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _four_inputs(place, inside, k, K, C: tl.constexpr, EVEN: tl.constexpr):
-    """Load the inputs [C, BM] of four slices of C columns, of which those from K on are zero."""
+def _inputs(place, inside, k, K, C: tl.constexpr, SLOTS: tl.constexpr, EVEN: tl.constexpr):
+    """Load the inputs [.., C, BM] of the slices of a block, of which those from K on are zero."""
     if EVEN:
-        return (
-            tl.load(place, mask=inside, other=0.0),
-            tl.load(place + C, mask=inside, other=0.0),
-            tl.load(place + 2 * C, mask=inside, other=0.0),
-            tl.load(place + 3 * C, mask=inside, other=0.0),
-        )
+        x0 = tl.load(place, mask=inside, other=0.0)
+        x1 = tl.load(place + C, mask=inside, other=0.0)
+        if SLOTS == 2:
+            return x0, x1
+        else:
+            x2 = tl.load(place + 2 * C, mask=inside, other=0.0)
+            return x0, x1, x2, tl.load(place + 3 * C, mask=inside, other=0.0)
     else:
-        return (
-            tl.load(place, mask=inside & (k < K), other=0.0),
-            tl.load(place + C, mask=inside & (k < K - C), other=0.0),
-            tl.load(place + 2 * C, mask=inside & (k < K - 2 * C), other=0.0),
-            tl.load(place + 3 * C, mask=inside & (k < K - 3 * C), other=0.0),
-        )
-
-
-@triton.jit
-def _two_inputs(place, inside, k, K, C: tl.constexpr, EVEN: tl.constexpr):
-    """Load the inputs [C, BM] of two slices, as `_four_inputs` those of four."""
-    if EVEN:
-        return tl.load(place, mask=inside, other=0.0), tl.load(place + C, mask=inside, other=0.0)
-    else:
-        return (
-            tl.load(place, mask=inside & (k < K), other=0.0),
-            tl.load(place + C, mask=inside & (k < K - C), other=0.0),
-        )
+        x0 = tl.load(place, mask=inside & (k < K), other=0.0)
+        x1 = tl.load(place + C, mask=inside & (k < K - C), other=0.0)
+        if SLOTS == 2:
+            return x0, x1
+        else:
+            x2 = tl.load(place + 2 * C, mask=inside & (k < K - 2 * C), other=0.0)
+            return x0, x1, x2, tl.load(place + 3 * C, mask=inside & (k < K - 3 * C), other=0.0)
 
 
 @triton.jit
@@ -154,79 +144,14 @@ def _column(n, width, ROWS: tl.constexpr):
 
 
 @triton.jit
-def grouped_kernel(  # noqa: C901 - what is not there is compiled out
-    x, words, scale, zero, outer, bias, table, index, order, blocks, out,
-    S, first, E, N, K, B, G, stride_x, width, rows_per_input, blocks_per_group, capacity,
-    alpha, gate_limit, act_limit, up_limit, shift,
-    BN: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, SP: tl.constexpr, FORM: tl.constexpr,
-    SLOTS: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, AFTER: tl.constexpr,
-    EVEN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr,
-    LIMITED: tl.constexpr, EARLY: tl.constexpr, BEFORE: tl.constexpr, ONCE: tl.constexpr,
-    STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+def _finished(
+    acc, held, tile, N, width, outer, bias, alpha, gate_limit, act_limit, up_limit, shift,
+    BN: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    ROWS: tl.constexpr, LIMITED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Write out [S, width].
-
-    SP pairs are looked through by a program to find its own, 0 if `route` did. SLOTS (4 or 2) codes
-    are in a word. GROUPS is 4 if the slices of a block share a scale, 2 or 1 if there are two or
-    four groups. AFTER: scales meet sums; else values, rounded to their dtype. EVEN: K is whole
-    blocks. BEFORE: routing and first weights are read before the input is there. ONCE: most weights
-    are read once.
-    """
-    dtype: tl.constexpr = x.dtype.element_ty
-    let_next_start(EARLY)
-    if not BEFORE:
-        wait_for_previous(EARLY)
-    block = tl.program_id(1)
-    if SP:
-        e, pairs, inside = _led_block(index, block, S, first, E, BM, SP)
-    else:
-        e, pairs, inside = _listed_block(order, blocks, block, capacity, BM)
-    tile = tl.program_id(0) * BN
-    held = tl.maximum(e, 0).to(tl.int64)  # NOTE: no type of its own if B is 1
-    words += held * B * N * C
-    if BEFORE:
-        if EARLY and (e >= 0) & (tile + BN <= N):
-            _prefetch(words + tile * C, N * C, B, BN * C * 2, 4)
-        wait_for_previous(EARLY)
-    if e < 0:
-        return
+    """Turn sums of rows from `tile` on into results; return them, their columns, which exist."""
     n = tile + tl.arange(0, BN)
-    c = tl.arange(0, C)
     rows = tl.minimum(n, N - 1)
-    words_at = words + rows[:, None] * C + c[None, :]
-    x_at = x + (pairs // rows_per_input).to(tl.int64)[None, :] * stride_x + c[:, None]
-    mask = inside[None, :]
-    if KIND != "none":
-        scale += held * G * N
-    if FORM == "zero":
-        zero += held * G * N
-    registers = table_registers(table, FORM, INTERPRETED)
-    acc = tl.full((BN, BM), 0.0, tl.float32)
-    row = group_row(block * 0, blocks_per_group, GROUPS)
-    raw_scale = raw_groups(scale, row, rows, N, KIND != "none", GROUPS)
-    raw_zero = raw_groups(zero, row, rows, N, FORM == "zero", GROUPS)
-    for b in tl.range(0, B, num_stages=STAGES):
-        packed = tl.load(words_at, eviction_policy="evict_first" if ONCE else "")
-        k = b * (SLOTS * C) + c[:, None]
-        if SLOTS == 4:
-            inputs = _four_inputs(x_at, mask, k, K, C, EVEN)
-        else:
-            inputs = _two_inputs(x_at, mask, k, K, C, EVEN)
-        # scales of the next block are on their way while this one is multiplied
-        row = group_row(tl.minimum(b + 1, B - 1), blocks_per_group, GROUPS)
-        next_scale = raw_groups(scale, row, rows, N, KIND != "none", GROUPS)
-        next_zero = raw_groups(zero, row, rows, N, FORM == "zero", GROUPS)
-        scales = four_scales(raw_scale, KIND, GROUPS)
-        if SLOTS == 4:
-            zeros = four_zeros(raw_zero, FORM, GROUPS)
-            values = unpack4(packed, zeros, registers, FORM, dtype, INTERPRETED)
-            acc = plus_four(acc, values, inputs, scales, KIND, GROUPS, AFTER)
-        else:
-            values = unpack2(packed, None, FORM, dtype, INTERPRETED)
-            acc = plus_two(acc, values, inputs, scales, KIND, GROUPS, AFTER)
-        words_at += N * C
-        x_at += SLOTS * C
-        raw_scale, raw_zero = next_scale, next_zero
     if outer is not None:
         acc *= tl.load(outer + held * N + rows)[:, None]
     if bias is not None:
@@ -241,11 +166,139 @@ def grouped_kernel(  # noqa: C901 - what is not there is compiled out
         if LIMITED:
             gate = tl.where(gate > act_limit, act_limit, gate)
             up += shift
-        y = tl.reshape(gate * up, (BN // 2, BM))
-        n = tile // 2 + tl.arange(0, BN // 2)
-        is_column = n < width
+        columns = tile // 2 + tl.arange(0, BN // 2)
+        return tl.reshape(gate * up, (BN // 2, BM)), columns, columns < width
     else:
-        y = _activated(acc, alpha, ACT, INTERPRETED)
-        n, is_column = _column(n, width, ROWS)
-    target = out + pairs.to(tl.int64)[None, :] * width + n[:, None]
-    tl.store(target, y.to(out.dtype.element_ty), mask=mask & is_column[:, None])
+        columns, is_column = _column(n, width, ROWS)
+        return _activated(acc, alpha, ACT, INTERPRETED), columns, is_column
+
+
+# counts that change from call to call, or from layer to layer, share a compiled kernel
+_SHARED = (
+    "S", "first", "E", "B", "G", "rows_per_input", "blocks_per_group", "capacity",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SHARED)
+def grouped_kernel(  # noqa: C901 - what is not there is compiled out
+    x, words, scale, zero, outer, bias, table, index, order, blocks, out,
+    S, first, E, N, K, B, G, stride_x, width, rows_per_input, blocks_per_group, capacity,
+    alpha, gate_limit, act_limit, up_limit, shift,
+    BN: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, SP: tl.constexpr, FORM: tl.constexpr,
+    SLOTS: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, AFTER: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr,
+    LIMITED: tl.constexpr, EARLY: tl.constexpr, BEFORE: tl.constexpr, ONCE: tl.constexpr,
+    PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Write out [S, width].
+
+    SP pairs are looked through by a program to find its own, 0 if `route` did. SLOTS (4 or 2) codes
+    are in a word. GROUPS is 4 if the slices of a block share a scale, 2 or 1 if there are two or
+    four groups. AFTER: scales meet sums; else values, rounded to their dtype. EVEN: K is whole
+    steps. BEFORE: routing and first weights are read before the input is there. ONCE: most weights
+    are read once. PARTS blocks of slices are multiplied in a step, each by a warp of its own: a
+    product of three axes. A program ends TILES tiles of rows, in one loop.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    let_next_start(EARLY)
+    if not BEFORE:
+        wait_for_previous(EARLY)
+    block = tl.program_id(1)
+    if SP:
+        e, pairs, inside = _led_block(index, block, S, first, E, BM, SP)
+    else:
+        e, pairs, inside = _listed_block(order, blocks, block, capacity, BM)
+    tile = tl.program_id(0) * (BN * TILES)
+    held = tl.maximum(e, 0).to(tl.int64)
+    words += held * B * N * C
+    if BEFORE:
+        if EARLY and (e >= 0) & (tile + BN <= N):
+            _prefetch(words + tile * C, N * C, B, BN * C * 2, 4)
+        wait_for_previous(EARLY)
+    if e < 0:
+        return
+    steps = (B + PARTS - 1) // PARTS
+    n = tl.arange(0, BN)
+    c = tl.arange(0, C)
+    part = tl.arange(0, PARTS)
+    x_rows = x + (pairs // rows_per_input).to(tl.int64) * stride_x
+    if KIND != "none":
+        scale += held * G * N
+    if FORM == "zero":
+        zero += held * G * N
+    registers = table_registers(table, FORM, INTERPRETED)
+    if PARTS == 1:
+        acc = tl.full((BN, BM), 0.0, tl.float32)
+        x_at = x_rows[None, :] + c[:, None]
+        mask = inside[None, :]
+    else:
+        acc = tl.full((PARTS, BN, BM), 0.0, tl.float32)
+        x_at = x_rows[None, None, :] + (part * (SLOTS * C))[:, None, None] + c[None, :, None]
+        mask = inside[None, None, :]
+    raw_scale = _groups(
+        scale, block * 0, tile, n, part, N, B, blocks_per_group, KIND != "none", GROUPS, PARTS
+    )  # fmt: skip
+    raw_zero = _groups(
+        zero, block * 0, tile, n, part, N, B, blocks_per_group, FORM == "zero", GROUPS, PARTS
+    )  # fmt: skip
+    tiles = tl.minimum(TILES, (N - tile + BN - 1) // BN)
+    for i in tl.range(0, tiles * steps, num_stages=STAGES):
+        step = i % steps
+        here = tile + i // steps * BN
+        rows = tl.minimum(here + n, N - 1)
+        if PARTS == 1:
+            words_at = words + step * N * C + rows[:, None] * C + c[None, :]
+            packed = tl.load(words_at, eviction_policy="evict_first" if ONCE else "")
+            k = step * (SLOTS * C) + c[:, None]
+        else:
+            b = step * PARTS + part
+            words_at = words + (b * N)[:, None, None] * C + rows[None, :, None] * C
+            packed = tl.load(
+                words_at + c[None, None, :], mask=(b < B)[:, None, None], other=0,
+                eviction_policy="evict_first" if ONCE else "",
+            )  # fmt: skip
+            k = (b * (SLOTS * C))[:, None, None] + c[None, :, None]
+        inputs = _inputs(x_at + step * (PARTS * SLOTS * C), mask, k, K, C, SLOTS, EVEN)
+        # scales of the next step are on their way while this one is multiplied
+        following = tl.minimum(i + 1, tiles * steps - 1)
+        then, there = following % steps, tile + following // steps * BN
+        next_scale = _groups(
+            scale, then, there, n, part, N, B, blocks_per_group, KIND != "none", GROUPS, PARTS
+        )  # fmt: skip
+        next_zero = _groups(
+            zero, then, there, n, part, N, B, blocks_per_group, FORM == "zero", GROUPS, PARTS
+        )  # fmt: skip
+        scales = four_scales(raw_scale, KIND, GROUPS, PARTS)
+        if SLOTS == 4:
+            zeros = four_zeros(raw_zero, FORM, GROUPS, PARTS)
+            values = unpack4(packed, zeros, registers, FORM, dtype, INTERPRETED)
+            acc = plus_four(acc, values, inputs, scales, KIND, GROUPS, AFTER)
+        else:
+            values = unpack2(packed, None, FORM, dtype, INTERPRETED)
+            acc = plus_two(acc, values, inputs, scales, KIND, GROUPS, AFTER)
+        raw_scale, raw_zero = next_scale, next_zero
+        if step == steps - 1:
+            sums = acc if PARTS == 1 else tl.reduce(acc, 0, _add)
+            y, columns, is_column = _finished(
+                sums, held, here, N, width, outer, bias, alpha, gate_limit, act_limit, up_limit,
+                shift, BN, BM, GATED, ACT, ROWS, LIMITED, INTERPRETED,
+            )  # fmt: skip
+            target = out + pairs.to(tl.int64)[None, :] * width + columns[:, None]
+            is_there = inside[None, :] & is_column[:, None]
+            tl.store(target, y.to(out.dtype.element_ty), mask=is_there)
+            acc = tl.full(acc.shape, 0.0, tl.float32)
+
+
+@triton.jit
+def _groups(
+    part, step, tile, n, of_step, N, B, blocks_per_group,
+    IS_THERE: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Load one part of the groups that a step meets: [BN], or [PARTS, BN] where it has parts."""
+    rows = tl.minimum(tile + n, N - 1)
+    if PARTS == 1:
+        row = group_row(step, blocks_per_group, GROUPS)
+        return raw_groups(part, row * N + rows, N, IS_THERE, GROUPS)
+    else:
+        row = group_row(tl.minimum(step * PARTS + of_step, B - 1), blocks_per_group, GROUPS)
+        return raw_groups(part, (row * N)[:, None] + rows[None, :], N, IS_THERE, GROUPS)

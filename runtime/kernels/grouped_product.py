@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from quantload.runtime.kernels.route import route
 __all__ = ["GatedActivation", "Routing", "candidates", "grouped_product", "routing", "setting_name"]
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
+_SETTINGS = ("block", "rows", "warps", "stages", "after", "parts", "tiles")
+_SHARED_BYTES = 220_000
 _DIRECT_PAIRS = 256  # up to here each program finds its own pairs
 _PARTIAL_PAIRS = 4096  # up to here results of pairs stay in float32 until they are summed
 
@@ -90,33 +93,44 @@ def _block(pairs: int, experts: int) -> int:
 
 
 def _rule(block: int, pairs: int) -> dict[str, int]:
+    if block <= 16 and pairs <= 64:
+        return {"rows": 32, "warps": 4, "stages": 3, "parts": 4}
     if block <= 16:
-        rows, warps, stages = (16, 1, 4) if pairs <= 32 else (32, 2, 4)
-    elif block == 32:
-        rows, warps, stages = 64, 4, 3
-    else:
-        rows, warps, stages = (64, 4, 3) if block == 64 else (128, 8, 2)
-    return {"rows": rows, "warps": warps, "stages": stages, "after": 1}
+        return {"rows": 64, "warps": 2, "stages": 3}
+    if block == 32:
+        return {"rows": 128, "warps": 8, "stages": 3}
+    return (
+        {"rows": 64, "warps": 4, "stages": 2}
+        if block == 64
+        else {"rows": 128, "warps": 8, "stages": 2}
+    )
 
 
 def candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
-    """Yield settings worth measuring for m pairs: block, rows, warps and stages.
+    """Yield settings worth measuring for m pairs, see `_SETTINGS`.
 
     Args:
         m: S.
         n: N of an expert.
         k: K of an expert.
     """
-    del n, k
-    for block in (8, 16, 32, 64, 128):
-        if block > 8 and block > m:
+    shapes = itertools.product((8, 16, 32, 64, 128), (16, 32, 64, 128), (1, 2, 4, 8))
+    for block, rows, warps in shapes:
+        if (block > 8 and block > m) or rows * warps > 1024 or (block >= 64 and rows < 64):
             continue
-        for rows, warps in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8)):
-            if rows < 64 and block > 32:
+        for parts, stages in itertools.product({1, warps}, (2, 3, 4)):
+            if parts == 1 and rows < 16 * warps and block < 64:
                 continue
-            for stages in (2, 3, 4, 6):
-                if (rows * 128 + block * 512) * stages <= 200_000:
-                    yield {"block": block, "rows": rows, "warps": warps, "stages": stages}
+            if parts > 1 and (block > 16 or parts * 64 > k):
+                continue
+            if parts * (rows * 128 + block * 512) * stages > _SHARED_BYTES:
+                continue
+            for tiles in (1, 2, 4):
+                if tiles == 1 or tiles * rows <= n:
+                    yield {
+                        "block": block, "rows": rows, "warps": warps, "stages": stages,
+                        "parts": parts, "tiles": tiles,
+                    }  # fmt: skip
 
 
 def _settings(weight: GroupedWeight, pairs: int, block: int | None) -> dict[str, int]:
@@ -178,7 +192,7 @@ def _product(
     if not pairs:
         return out
     experts, steps, n, columns = words.shape
-    block, tile, warps, stages, after = settings
+    block, tile, warps, stages, after, parts, tiles = settings
     slots = 2 if form in ("int8", "e4m3", "e5m2") else 4
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -193,7 +207,7 @@ def _product(
         assert scale is not None, "scales have a kind"
         scale = scale.view(torch.uint8)
     with torch.cuda.device_of(x):
-        grouped_kernel[(triton.cdiv(n, tile), count)](
+        grouped_kernel[(triton.cdiv(n, tile * tiles), count)](
             x, words, scale, zero, outer, bias, table, index,
             index if order is None else order, index if blocks is None else blocks, out,
             pairs, first, experts, n, x.shape[1], steps,
@@ -203,9 +217,10 @@ def _product(
             alpha, gate_limit, act_limit, up_limit, shift,
             BN=tile, BM=block, C=columns, SP=look, FORM="int" if form == "int8" else form,
             SLOTS=slots, KIND=kind, GROUPS=4 if is_whole else max(1, min(4, 4 * group // step)),
-            AFTER=bool(after), EVEN=x.shape[1] == steps * step,
+            AFTER=bool(after), EVEN=x.shape[1] == steps * step and steps % parts == 0,
             GATED=rows != "plain" and act != "none", ACT=act, ROWS=rows, LIMITED=is_limited,
-            EARLY=early, BEFORE=routed_before, ONCE=pairs <= experts * 2, STAGES=stages,
+            EARLY=early, BEFORE=routed_before, ONCE=pairs <= experts * 2, PARTS=parts,
+            TILES=tiles, STAGES=stages,
             INTERPRETED=_INTERPRETED, num_warps=warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return out
@@ -257,7 +272,7 @@ def grouped_product(
         x, weight.words, weight.scale, weight.zero, weight.outer, weight.bias, weight.table,
         routing.index, routing.order, routing.blocks,
         weight.out_features // 2 if is_gated else weight.out_features, routing.first,
-        [settings[name] for name in ("block", "rows", "warps", "stages", "after")],
+        [settings.get(name, 1) for name in _SETTINGS],
         weight.form, weight.group, weight.rows, act.name, limits, choices, is_second,
         torch.float32 if in_float32 else x.dtype,
     )  # fmt: skip

@@ -45,66 +45,74 @@ def group_row(block, blocks_per_group, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def raw_groups(part, row, n, N, IS_THERE: tl.constexpr, GROUPS: tl.constexpr):
+def raw_groups(part, place, N, IS_THERE: tl.constexpr, GROUPS: tl.constexpr):
     """Load one part of the groups that a block meets, as it is stored.
 
     Args:
         part: [G, N] pointer: scales or zero points.
-        row: First group of the block.
-        n: [BN] rows of the weight, below N.
+        place: [..., BN] where those of the first group are.
         N: Rows of the weight.
         IS_THERE: False loads nothing.
         GROUPS: See the top of this file.
     """
     if not IS_THERE:
         return (0,)
+    elif GROUPS == 4:
+        return (tl.load(part + place),)
+    elif GROUPS == 2:
+        return tl.load(part + place), tl.load(part + place + N)
     else:
-        place = part + row * N + n
-        if GROUPS == 4:
-            return (tl.load(place),)
-        elif GROUPS == 2:
-            return tl.load(place), tl.load(place + N)
-        else:
-            return (
-                tl.load(place), tl.load(place + N), tl.load(place + 2 * N), tl.load(place + 3 * N),
-            )  # fmt: skip
+        return (
+            tl.load(part + place), tl.load(part + place + N),
+            tl.load(part + place + 2 * N), tl.load(part + place + 3 * N),
+        )  # fmt: skip
 
 
 @triton.jit
-def four_scales(raw, KIND: tl.constexpr, GROUPS: tl.constexpr):
-    """Turn loaded scales into one [BN, 1] float32 for each quarter; 1 where there are none."""
+def _column(raw, PARTS: tl.constexpr):
+    """[BN] to [BN, 1], [PARTS, BN] to [PARTS, BN, 1]."""
+    if PARTS == 1:
+        return raw[:, None]
+    else:
+        return raw[:, :, None]
+
+
+@triton.jit
+def four_scales(raw, KIND: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
+    """Turn loaded scales into one column of float32 for each quarter; 1 where there are none."""
     if KIND == "none":
         return 1.0, 1.0, 1.0, 1.0
     else:
-        s0 = _scale_values(raw[0], KIND)[:, None]
+        s0 = _column(_scale_values(raw[0], KIND), PARTS)
         if GROUPS == 4:
             return s0, s0, s0, s0
         elif GROUPS == 2:
-            s1 = _scale_values(raw[1], KIND)[:, None]
+            s1 = _column(_scale_values(raw[1], KIND), PARTS)
             return s0, s0, s1, s1
         else:
             return (
-                s0, _scale_values(raw[1], KIND)[:, None],
-                _scale_values(raw[2], KIND)[:, None], _scale_values(raw[3], KIND)[:, None],
+                s0, _column(_scale_values(raw[1], KIND), PARTS),
+                _column(_scale_values(raw[2], KIND), PARTS),
+                _column(_scale_values(raw[3], KIND), PARTS),
             )  # fmt: skip
 
 
 @triton.jit
-def four_zeros(raw, FORM: tl.constexpr, GROUPS: tl.constexpr):
-    """Return one [BN, 1] int32 of loaded zero points for each quarter; nothing in other forms."""
+def four_zeros(raw, FORM: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
+    """Return one column of loaded zero points for each quarter; nothing in other forms."""
     if FORM != "zero":
         return 0, 0, 0, 0
     else:
-        z0 = raw[0].to(tl.int32)[:, None]
+        z0 = _column(raw[0].to(tl.int32), PARTS)
         if GROUPS == 4:
             return z0, z0, z0, z0
         elif GROUPS == 2:
-            z1 = raw[1].to(tl.int32)[:, None]
+            z1 = _column(raw[1].to(tl.int32), PARTS)
             return z0, z0, z1, z1
         else:
             return (
-                z0, raw[1].to(tl.int32)[:, None],
-                raw[2].to(tl.int32)[:, None], raw[3].to(tl.int32)[:, None],
+                z0, _column(raw[1].to(tl.int32), PARTS),
+                _column(raw[2].to(tl.int32), PARTS), _column(raw[3].to(tl.int32), PARTS),
             )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def _add(a, b):
     return a + b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("S", "first", "E", "capacity"))
 def _route_kernel(
     index, order, blocks, S, first, E, capacity,
     CHUNK: tl.constexpr, BM: tl.constexpr, EARLY: tl.constexpr,
@@ -122,7 +122,7 @@ def route(index: Tensor, *, first: int, experts: int, block: int) -> tuple[Tenso
 # -- the sum over the choices ----------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("choices", "first", "E"))
 def _weighted_sum_kernel(
     rows, weights, index, out, N, choices, first, E,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
