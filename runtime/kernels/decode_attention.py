@@ -7,7 +7,8 @@
 in one launch. Heads that share keys are one tile, so that keys and values are read once. The keys
 of a row are cut into SPLITS pieces of whole blocks, as many as its length asks for; the last
 program of a head to finish adds the pieces up, in their order: the result is the same every time.
-The new token's own key and value are taken from registers, rounded as the cache holds them.
+The new token's own key and value are taken from registers, rounded as the cache holds them. The
+first block of keys and values is loaded before the kernel in front has ended.
 
 Roundings are those of the model's own code: rotary rounds both products and their sum to x's dtype;
 scores, softmax and sums are float32; weights are rounded to the values' dtype for their product.
@@ -53,6 +54,9 @@ _WIDEST = 256
 _ROWS = 16  # fewest rows of a matrix product
 _SUMMED = 4096  # partial results that a program holds while it adds up, elements
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_TILES = (  # keys of a block, warps, blocks in flight
+    (32, 1, 2), (32, 2, 2), (64, 2, 2), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 2),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +156,10 @@ _NO_NORM = NormWeight(torch.empty(0), 0.0, late=False, offset=False)
 def candidates(batch: int, kv_heads: int, length: int) -> Iterator[Mapping[str, int]]:
     """Yield launch settings to be measured."""
     for splits in (1, 2, 4, 8, 16, 32, 64):
-        for block in (32, 64, 128):
+        for block, warps, stages in _TILES:
             small = splits == 1 or (splits // 2) * block < length
             if small and batch * kv_heads * splits <= 4096:
-                for warps in (2, 4, 8):
-                    yield {"splits": splits, "block": block, "warps": warps, "stages": 3}
+                yield {"splits": splits, "block": block, "warps": warps, "stages": stages}
 
 
 def _rule(batch: int, kv_heads: int, length: int, device: torch.device) -> Mapping[str, int]:
@@ -164,7 +167,7 @@ def _rule(batch: int, kv_heads: int, length: int, device: torch.device) -> Mappi
     wanted = max(1, 2 * _processors(device) // (batch * kv_heads))
     most = max(1, length // 64)
     splits = min(1 << (wanted.bit_length() - 1), 1 << (most.bit_length() - 1), 64)
-    return {"splits": splits, "block": 64, "warps": 4, "stages": 3 if splits == 1 else 2}
+    return {"splits": splits, "block": 64, "warps": 4, "stages": 2}
 
 
 @functools.cache
@@ -278,6 +281,18 @@ def _kept(x, scale, DTYPE: tl.constexpr, CODES: tl.constexpr):
 
 
 @triton.jit
+def _block_of(
+    base, at, now, high, place_stride,
+    D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Load what the cache holds of positions `at` on, below `high` and before the new one."""
+    n, d = at + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
+    there = (n < high) & (n < now)
+    place = base + n.to(tl.int64)[:, None] * place_stride + d[None, :]
+    return tl.load(place, mask=there[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def _capped(scores, softcap, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr):
     if CAPPED:
         if INTERPRETED:  # which has no device library
@@ -287,6 +302,27 @@ def _capped(scores, softcap, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr):
         else:
             scores = softcap * libdevice.tanh(scores / softcap)
     return scores
+
+
+@triton.jit
+def _with_block(
+    m, total, acc, query, kt, vt, new_key, new_value, at, now, high, scale, softcap,
+    BLOCK: tl.constexpr, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Add a block of keys to largest scores, sums of weights and sums of values."""
+    n = at + tl.arange(0, BLOCK)
+    is_new = (n == now)[:, None]
+    kt = tl.where(is_new, new_key, kt).to(query.dtype)
+    vt = tl.where(is_new, new_value, vt).to(query.dtype)
+    scores = tl.dot(query, tl.trans(kt), input_precision="ieee") * scale
+    scores = _capped(scores, softcap, CAPPED, INTERPRETED)
+    scores = tl.where((n < high)[None, :], scores, float("-inf"))
+    higher = tl.maximum(m, tl.reduce(scores, 1, LARGEST))
+    weights = tl.exp(scores - higher[:, None])
+    shrink = tl.exp(m - higher)
+    total = total * shrink + tl.reduce(weights, 1, SUM)
+    acc = tl.dot(weights.to(query.dtype), vt, acc * shrink[:, None], input_precision="ieee")
+    return higher, total, acc
 
 
 @triton.jit
@@ -315,59 +351,53 @@ def _decode_attention_kernel(
     # neither a length nor what the cache holds of earlier steps is an earlier kernel's result
     now = tl.load(positions + b).to(tl.int32)
     first = tl.maximum(now - window + 1, 0) if WINDOW else now * 0
-    size = (now - first + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK  # keys of a split
-    active = tl.maximum((now - first + size - 1) // tl.maximum(size, 1), 1)
+    count = now - first + 1
+    size = (count + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK  # keys of a split
+    active = (count + size - 1) // size
     busy = busy & (split < active)
     low = first + split * size
-    high = tl.where(busy, tl.minimum(low + size, now), low)
+    high = tl.where(busy, tl.minimum(low + size, now + 1), low)
     d, g = tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     inside = d < D
     start = b * row_stride + h * head_stride
+    kt = _block_of(keys + start, low, now, high, place_stride, D, BLOCK, COLUMNS)
+    vt = _block_of(values + start, low, now, high, place_stride, D, BLOCK, COLUMNS)
     wait_for_previous(EARLY)
 
     cos += now.to(tl.int64) * R
     sin += now.to(tl.int64) * R
-    heads = b * q_stride + (h * G + g) * D
+    one = tl.arange(0, 1)
     asked = _prepared(
-        q, heads, g < G, cos, sin, q_weight, eps,
+        q, b * q_stride + (h * G + g) * D, g < G, cos, sin, q_weight, eps,
         D, R, COLUMNS, NORM, LATE, OFFSET, INTERLEAVED,
     )  # fmt: skip
+    query = asked.to(q.dtype.element_ty)
+    new_key = _prepared(
+        k, b * k_stride + h * D + one, one < 1, cos, sin, k_weight, eps,
+        D, R, COLUMNS, NORM, LATE, OFFSET, INTERLEAVED,
+    )  # fmt: skip
+    new_key = _kept(new_key, k_scale, keys.dtype.element_ty, CODES)
+    new_value = tl.load(v + b * v_stride + h * D + d, mask=inside, other=0.0).to(tl.float32)
+    new_value = _kept(new_value[None, :], v_scale, values.dtype.element_ty, CODES)
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.full((ROWS,), 0.0, tl.float32)
     acc = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-    if busy & (split == 0):  # the new token
-        one = tl.arange(0, 1)
-        new = _prepared(
-            k, b * k_stride + h * D + one, one < 1, cos, sin, k_weight, eps,
-            D, R, COLUMNS, NORM, LATE, OFFSET, INTERLEAVED,
+    if busy:
+        m, total, acc = _with_block(
+            m, total, acc, query, kt, vt, new_key, new_value, low, now, high,
+            scale * k_scale, softcap, BLOCK, CAPPED, INTERPRETED,
         )  # fmt: skip
-        key = _kept(tl.reduce(new, 0, SUM), k_scale, keys.dtype.element_ty, CODES)
-        new_value = tl.load(v + b * v_stride + h * D + d, mask=inside, other=0.0).to(tl.float32)
-        value = _kept(new_value, v_scale, values.dtype.element_ty, CODES)
-        tl.store(keys + start + now.to(tl.int64) * place_stride + d, key, mask=inside)
-        tl.store(values + start + now.to(tl.int64) * place_stride + d, value, mask=inside)
-        scores = tl.reduce(asked * key.to(tl.float32)[None, :], 1, SUM) * (scale * k_scale)
-        m = _capped(scores, softcap, CAPPED, INTERPRETED)
-        total += 1.0
-        acc += value.to(tl.float32)[None, :]
-    query = asked.to(q.dtype.element_ty)
-    for at in tl.range(low, high, BLOCK, num_stages=STAGES):
-        n = at + tl.arange(0, BLOCK)
-        seen = n < high
-        there = start + n.to(tl.int64) * place_stride
-        near = seen[:, None] & inside[None, :]
-        kt = tl.load(keys + there[:, None] + d[None, :], mask=near, other=0.0).to(query.dtype)
-        vt = tl.load(values + there[:, None] + d[None, :], mask=near, other=0.0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(kt), input_precision="ieee") * (scale * k_scale)
-        scores = _capped(scores, softcap, CAPPED, INTERPRETED)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(m, tl.reduce(scores, 1, LARGEST))
-        weights = tl.exp(scores - higher[:, None])
-        shrink = tl.exp(m - higher)
-        total = total * shrink + tl.reduce(weights, 1, SUM)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(query.dtype), vt, acc, input_precision="ieee")
-        m = higher
+    for at in tl.range(low + BLOCK, high, BLOCK, num_stages=STAGES):
+        more_k = _block_of(keys + start, at, now, high, place_stride, D, BLOCK, COLUMNS)
+        more_v = _block_of(values + start, at, now, high, place_stride, D, BLOCK, COLUMNS)
+        m, total, acc = _with_block(
+            m, total, acc, query, more_k, more_v, new_key, new_value, at, now, high,
+            scale * k_scale, softcap, BLOCK, CAPPED, INTERPRETED,
+        )  # fmt: skip
+    if busy & (high > now):  # the piece of the new token
+        spot_of_new = start + now.to(tl.int64) * place_stride + d
+        tl.store(keys + spot_of_new[None, :], new_key, mask=inside[None, :])
+        tl.store(values + spot_of_new[None, :], new_value, mask=inside[None, :])
 
     to = out + (b * kv_heads + h) * G * D
     if busy & (active == 1):

@@ -43,7 +43,8 @@ __all__ = [
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # What `tl.reduce` combines by; named as they are, the interpreter reduces at once and not in pairs.
-SUM, LARGEST = tl.standard._sum_combine, tl.standard._elementwise_max
+SUM = tl.standard._sum_combine
+LARGEST = tl.standard._elementwise_max
 _PIECE = 1024  # bytes that one thread asks for
 AHEAD_BYTES = 8 << 20  # most that is fetched while one kernel runs
 
