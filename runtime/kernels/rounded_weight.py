@@ -16,7 +16,7 @@ from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import InputScheme
 from quantload.runtime.kernels import quantize
 
-__all__ = ["PackedRounded", "pack", "why_not", "why_not_on_card"]
+__all__ = ["PackedRounded", "pack", "why_not", "why_not_on_card", "why_not_scales"]
 
 _INTERPRETED = quantize.INTERPRETED.value
 
@@ -71,7 +71,7 @@ def why_not(
         return f"the weight is empty: {weight.shape[0]} x {weight.shape[1]}"
     if torch.finfo(weight.rounded_to).eps > torch.finfo(dtype).eps:
         return f"values are rounded to {weight.rounded_to}, which shows in {dtype}"
-    refusal = quantize.why_not(input, dtype) or _why_not_scales(weight, input)
+    refusal = quantize.why_not(input, dtype) or why_not_scales(weight, input)
     if refusal is not None:
         return refusal
     if device.type == "cpu" and _INTERPRETED and triton.knobs.runtime.interpret:
@@ -92,7 +92,8 @@ def why_not_on_card(weight: QuantTensor, capability: tuple[int, int]) -> str | N
     )
 
 
-def _why_not_scales(weight: QuantTensor, input: InputScheme) -> str | None:
+def why_not_scales(weight: QuantTensor, input: InputScheme) -> str | None:
+    """Refuse unlike grids, zero points of the weight, and groups that do not fit."""
     if weight.grid not in (E4M3, INT8) or weight.grid != input.grid:
         return (
             f"weight and input are both int8 or both e4m3, found `{weight.grid.name}` and "

@@ -133,3 +133,119 @@ def test_products_are_those_of_float64(name, dtype, kernel_device) -> None:
         y, exact, size = product(case, x, weight, bias if m != 17 else None, kernel_device)
         assert y.dtype == dtype
         check(y, exact, size, integers=case.grid is INT8)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy
+def test_what_is_not_finite_stays_in_its_token(kernel_device) -> None:
+    from quantload.runtime.kernels.rounded import pack, rounded_linear
+
+    x = torch.randn(5, 144, generator=torch.Generator().manual_seed(0)).to(BF16)
+    damaged = x.clone()
+    damaged[1, 3], damaged[3, 140] = float("nan"), float("inf")
+    for name in ("int8-channel", "e4m3-block"):
+        case = CASES[name]
+        packed = pack(make_weight(case, 40, 144), case.input, device=kernel_device)
+        y = rounded_linear(damaged.to(kernel_device), packed, case.input).cpu()
+        whole = rounded_linear(x.to(kernel_device), packed, case.input).cpu()
+        assert not y[[1, 3]].isfinite().any()
+        assert torch.equal(y[[0, 2, 4]], whole[[0, 2, 4]])
+
+
+def test_rows_of_a_wider_tensor_no_rows_and_one_row(kernel_device) -> None:
+    from quantload.runtime.kernels.rounded import pack, rounded_linear
+
+    case = CASES["e4m3-channel"]
+    packed = pack(make_weight(case, 40, 144), case.input, device=kernel_device)
+    wide = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)).to(BF16)
+    part = wide.to(kernel_device)[:, 7:151]
+    y = rounded_linear(part, packed, case.input)
+    assert torch.equal(y, rounded_linear(part.contiguous(), packed, case.input))
+    assert torch.equal(y[2], rounded_linear(part[2], packed, case.input))
+    assert rounded_linear(part[:0], packed, case.input).shape == (0, 40)
+
+
+@pytest.mark.parametrize(("grid", "zero"), [(INT8, None), (INT8, -3), (E4M3, None)], ids=str)
+def test_fixed_scales(grid, zero, kernel_device) -> None:
+    from quantload.layers.inputs import StaticCodes
+    from quantload.quant.activation import fake_quantize_static
+    from quantload.runtime.kernels.rounded import pack
+    from quantload.runtime.rounded_gemm import RoundedLinear
+
+    static = InputScheme(grid=grid, granularity="tensor", dynamic=False, symmetric=zero is None)
+    weight = make_weight(CASES[f"{grid.name}-channel"], 40, 144)
+    scale = torch.tensor([0.011])
+    place = None if zero is None else torch.tensor([zero], dtype=torch.int8)
+    inner = RoundedLinear(pack(weight, static, device=kernel_device), static, F32)
+    on_device = None if place is None else place.to(kernel_device)
+    module = StaticCodes(inner, static, scale.to(kernel_device), on_device)
+    x = torch.randn(2, 3, 144, generator=torch.Generator().manual_seed(0)) * 2
+    exact = fake_quantize_static(x, grid, scale, place).double() @ weight_values(weight).T
+    y = module(x.to(kernel_device)).cpu()
+    assert y.shape == (2, 3, 40)
+    assert torch.allclose(y.double(), exact, rtol=1e-5, atol=2e-4)
+    assert torch.allclose(module.weight_values(F32).cpu().double(), weight_values(weight))
+
+
+@pytest.mark.parametrize("name", ["int8-channel", "int8-channel-zeros", "e4m3-tensor"])
+def test_columns_of_two_processes_share_a_scale(name, kernel_device) -> None:
+    from quantload.runtime.kernels.quantize_rows import quantize_rows, rows_reach
+    from quantload.runtime.kernels.rounded import pack
+    from quantload.runtime.rounded_gemm import RoundedLinear
+
+    case = CASES[name]
+    weight = make_weight(case, 24, 256)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).to(BF16).to(kernel_device)
+    codes, scales = quantize_rows(x, case.input)
+    parts = []
+    for start in (0, 128):
+        part = weight.columns(start, start + 128)
+        module = RoundedLinear(pack(part, case.input, device=kernel_device), case.input, F32)
+        other = x[:, 128 - start : 256 - start]
+        if case.input.symmetric:
+            of_other = rows_reach(other)
+            of_other = of_other.amax() if case.input.granularity == "tensor" else of_other
+        else:
+            of_other = torch.stack([-other.amin(dim=1), other.amax(dim=1)])
+        module.exchange_max = lambda mine, theirs=of_other: torch.maximum(mine, theirs)
+        mine, shared = module.round_input(x[:, start : start + 128])
+        assert torch.equal(mine.view(torch.int8), codes[:, start : start + 128].view(torch.int8))
+        assert torch.equal(shared, scales)
+        parts.append(module(x[:, start : start + 128]).double().cpu())
+    exact = input_values(codes.cpu(), scales.cpu(), 0) @ weight_values(weight).T
+    assert (parts[0] + parts[1] - exact).norm() < 2e-3 * exact.norm()
+
+
+def test_codes_that_do_not_fit_are_refused(kernel_device) -> None:
+    from quantload.runtime.kernels.rounded import multiply_rounded, pack, rounded_linear
+
+    case = CASES["e4m3-block"]
+    packed = pack(make_weight(case, 40, 144), case.input, device=kernel_device)
+    codes = torch.zeros(3, 144, dtype=E4M3.storage, device=kernel_device)
+    scales = torch.ones(3, 2, device=kernel_device)
+    assert not multiply_rounded(codes, scales, packed, None, dtype=BF16).any()
+    with pytest.raises(ShapeError, match=r"\(3, 1\).*\(3, 2\)"):
+        multiply_rounded(codes, scales[:, :1], packed, None, dtype=BF16)
+    with pytest.raises(ShapeError, match=r"int8.*float8_e4m3fn"):
+        multiply_rounded(codes.view(torch.int8), scales, packed, None, dtype=BF16)
+    with pytest.raises(ShapeError, match="has `100` features"):
+        rounded_linear(torch.zeros(1, 100, device=kernel_device), packed, case.input)
+
+
+def test_why_not() -> None:
+    from quantload.runtime.kernels.rounded_weight import why_not_on_card, why_not_scales
+
+    weight = make_weight(CASES["e4m3-channel"], 8, 64)
+    assert why_not_on_card(weight, (8, 9)) is None
+    assert "8.9, the device has 8.0" in why_not_on_card(weight, (8, 0))
+    assert why_not_on_card(make_weight(CASES["int8-channel"], 8, 64), (8, 0)) is None
+    assert why_not_scales(weight, tokens(E4M3)) is None
+    assert "found `e4m3` and `int8`" in why_not_scales(weight, tokens(INT8))
+    assert "found 1" not in why_not_scales(make_weight(CASES["mxfp8"], 8, 64), tokens(E4M3))
+    assert "found 128 and 64" in why_not_scales(
+        make_weight(CASES["e4m3-block"], 8, 256), groups(64)
+    )
+    four = QuantTensor(
+        grid=INT4, codes=torch.zeros(8, 64, dtype=torch.int8), scale=torch.ones(8, 1),
+        block=(1, 64), evaluation=Evaluation(dtype=F32),
+    )  # fmt: skip
+    assert "both int8 or both e4m3" in why_not_scales(four, tokens(INT8))
