@@ -41,7 +41,7 @@ class Explanation(list["LinearReport"]):
             cells = [
                 _names(report.module for report in reports),
                 str(len(reports)),
-                "x".join(map(str, first.shape)) or f"{first.experts} experts",
+                _shape(first),
                 first.scheme,
                 first.kernel,
                 first.layout or "-",
@@ -111,6 +111,12 @@ def _names(modules: Iterable[str]) -> str:
     if len({len(parts) for parts in names}) > 1:
         return f"*.{names[0][-1]}"
     return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*names, strict=True))
+
+
+def _shape(report: LinearReport) -> str:
+    if not report.shape:
+        return f"{report.experts} experts"
+    return "x".join(map(str, report.shape)) + (", stack" if report.fused_into else "")
 
 
 def _call_cells(call: Call | None) -> list[str]:
