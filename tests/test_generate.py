@@ -11,7 +11,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 import quantload
 from quantload import api_bench, api_generate
 from quantload.cli import main
-from quantload.errors import ConfigError, ModelError
+from quantload.errors import ConfigError, ModelError, UnsupportedVariant
 
 VOCABULARY = 128
 STOP = 7
@@ -247,3 +247,16 @@ def test_the_step_is_timed_between_tokens():
     assert times.prefill_rate == pytest.approx(10 / times.first_token)
     assert times.bytes_rate == pytest.approx((times.weight_bytes + times.cache_bytes) / times.step)
     assert api_generate.Piece._fields == ("row", "text", "token", "reason")
+
+
+def test_scales_of_a_quantized_cache(tmp_path, folder, caplog):
+    content = tiny.config(layers=2)
+    names = {f"model.layers.{n}.self_attn.{w}_scale": n + 1.5 for n in range(2) for w in "kv"}
+    extra = {name: torch.tensor([value]) for name, value in names.items()}
+    place = tiny.write(tmp_path / "scaled", content, {**tiny.tensors(content), **extra})
+    scales = api_generate.cache_scales(place, 2)
+    assert scales.keys.tolist() == scales.values.tolist() == [1.5, 2.5]
+    with pytest.raises(UnsupportedVariant, match="cache scales of 2 layers, expected 3"):
+        api_generate.cache_scales(place, 3)
+    assert api_generate.cache_scales(folder, 2).keys.tolist() == [1, 1]
+    assert "has no scales for its key-value cache: taken as 1" in caplog.text
