@@ -84,10 +84,11 @@ def _write(
         ):
 
             def written(task: Task) -> None:
-                if ranks.size == 1:
-                    digests.add(output.name for output in task.outputs)
-                early_sync.add(task.outputs)
+                for output, start, stop in task.written:
+                    early_sync.add(output.name, stop - start)
 
+            if ranks.size == 1:
+                files.told = digests.add
             _work(plan, files, staging, progress, resources, ranks, written)
             early_sync.add_rest()
             ranks.wait()
@@ -113,6 +114,9 @@ def _work(
         ranks.look_around()
         if task.number not in noted or noted[task.number] != _checksum(files, task):
             staging.note(task.number, runner.run(task))
+            return
+        for output, start, stop in task.written:  # by the run before
+            files.told(output.name, start, stop)
 
     @contextmanager
     def worker() -> Iterator[Callable[[Task], None]]:
@@ -139,7 +143,7 @@ def _work(
 
 def _checksum(files: OutputFiles, task: Task) -> int:
     """Return the checksum of what is in the files where a task writes."""
-    return sum(files.checksum_of(output.name) for output in task.outputs) & WORD
+    return sum(files.checksum_of(t.name, start, stop) for t, start, stop in task.written) & WORD
 
 
 def _note(task: Task) -> str:

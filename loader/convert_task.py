@@ -19,8 +19,9 @@ from quantload.loader.encoded_rows import encoded_rows
 from quantload.loader.output_files import OutputTensor
 from quantload.loader.page_locked import Ring
 from quantload.loader.plan import Plan, PlanRow
+from quantload.loader.portion import Span
 from quantload.loader.row_reader import CHUNK_BYTES
-from quantload.loader.tasks import Task
+from quantload.loader.tasks import Task, is_copied
 from quantload.loader.weight_rows import WeightRows
 from quantload.loader.writer import OutputFiles
 
@@ -61,12 +62,12 @@ class TaskRunner:
         """
         self._checksum = self._num_bytes = 0
         if task.copied is not None:
-            self._copy(task.copied)
+            self._copy(task.copied, task.span)
         shared = self.weights.shared_range(task.rows) if task.rows else None
         for row in task.rows:
-            self._convert(row, shared)
+            self._convert(row, shared, task.span)
         self.weights.shrink()
-        planned = sum(output.num_bytes for output in task.outputs)
+        planned = sum(stop - start for _, start, stop in task.written)
         assert self._num_bytes == planned, (
             f"{self._num_bytes} bytes of `{task.outputs[0].name}` and what belongs to it were "
             f"written, planned were {planned}"
@@ -75,10 +76,10 @@ class TaskRunner:
 
     # -- tensors that stay in full precision ---------------------------------------------------
 
-    def _copy(self, output: OutputTensor) -> None:
+    def _copy(self, output: OutputTensor, span: Span | None) -> None:
         entry = self.plan.source.checkpoint.tensors[output.source]
         if entry.is_contiguous and entry.dtype == output.dtype:
-            self._copy_bytes(entry, output, start=0)
+            self._copy_bytes(entry, output, span, first=0)
             return
         tensor = self.plan.source.read_plain(output.source)
         narrowed = cast(tensor, output.dtype, output.name)
@@ -86,24 +87,26 @@ class TaskRunner:
             refuse_rounding(tensor, narrowed, output.name)
         self._write(output.name, narrowed)
 
-    def _copy_bytes(self, entry: TensorEntry, output: OutputTensor, *, start: int) -> None:
-        """Copy the bytes of a tensor from its byte `start` on."""
-        done = 0
-        while done < output.num_bytes:
-            many = min(CHUNK_BYTES, output.num_bytes - done)
-            piece = self.weights.reader.read(entry, start + done, many)
+    def _copy_bytes(
+        self, entry: TensorEntry, output: OutputTensor, span: Span | None, *, first: int
+    ) -> None:
+        """Copy a span of an output, or all, which is what lies from a byte of a tensor on."""
+        done, stop = span or (0, output.num_bytes)
+        while done < stop:
+            many = min(CHUNK_BYTES, stop - done)
+            piece = self.weights.reader.read(entry, first + done, many)
             self._checksum += self.files.write_bytes(output.name, piece.numpy().data, start=done)
             self._num_bytes += many
             done += many
 
-    def _keep(self, row: PlanRow) -> None:
+    def _keep(self, row: PlanRow, span: Span | None) -> None:
         (output,) = row.outputs
         if row.region is None:
             self._write(output.name, self.weights.read_whole(row))
             return
         entry = self.plan.source.checkpoint.tensors[row.region.tensor]
-        if entry.dtype == row.dtype and row.region.row_stride == row.region.columns:
-            self._copy_bytes(entry, output, start=row.region.first * entry.dtype.itemsize)
+        if is_copied(self.plan, row):
+            self._copy_bytes(entry, output, span, first=row.region.first * entry.dtype.itemsize)
             return
         for start, rows in self.weights.rows(row, step=1):
             self._write(output.name, rows, first_row=start)
@@ -114,9 +117,9 @@ class TaskRunner:
 
     # -- weights that are quantized ------------------------------------------------------------
 
-    def _convert(self, row: PlanRow, shared: Tensor | None) -> None:
+    def _convert(self, row: PlanRow, shared: Tensor | None, span: Span | None) -> None:
         if row.scheme is None:
-            self._keep(row)
+            self._keep(row, span)
             return
         for leaf, part, first_row in encoded_rows(self.weights, row, shared):
             self._write(f"{row.module}.{leaf}", part, first_row=first_row)

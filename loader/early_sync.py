@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
-from quantload.loader.output_files import OutputFile, OutputTensor
+from quantload.loader.output_files import OutputFile
 from quantload.loader.staging import output_error
 from quantload.loader.writer import OutputFiles
 
@@ -48,17 +47,16 @@ class EarlySync:
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def add(self, tensors: Iterable[OutputTensor]) -> None:
-        """Take up tensors that are written.
+    def add(self, tensor_name: str, num_bytes: int) -> None:
+        """Take up bytes of a tensor that are written.
 
         Raises:
             OutputError: An earlier part could not be written.
         """
-        for tensor in tensors:
-            name = self._file_of[tensor.name].name
-            self._waiting[name] += tensor.num_bytes
-            if self._waiting[name] >= self._every:
-                self._begin(name)
+        name = self._file_of[tensor_name].name
+        self._waiting[name] += num_bytes
+        if self._waiting[name] >= self._every:
+            self._begin(name)
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -17,7 +16,18 @@ from quantload.errors import OutputError
 from quantload.loader.output_files import OutputFile
 from quantload.loader.writer import OutputFiles
 
-_PIECE = 1 << 22
+_PIECE = 1 << 20  # stays in the cache between reading and hashing
+
+
+_of_thread = threading.local()
+
+
+def _memory() -> memoryview:
+    """Return the piece of memory of a thread: jobs are many and short."""
+    found = getattr(_of_thread, "memory", None)
+    if found is None:
+        _of_thread.memory = found = memoryview(bytearray(_PIECE))
+    return found
 
 
 class GrowingDigests:
@@ -45,9 +55,11 @@ class GrowingDigests:
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def add(self, names: Iterable[str]) -> None:
-        """Take up tensors that are written."""
-        for growing in {self._of[name]: None for name in names if self._of[name].add(name)}:
+    def add(self, tensor_name: str, start: int, stop: int) -> None:
+        """Take up bytes start..stop of a tensor, each once: they are written. Any thread may."""
+        growing = self._of[tensor_name]
+        position = growing.file.offsets[tensor_name]
+        if growing.add(position + start, position + stop):
             self._catch_up(growing)
 
     def _catch_up(self, growing: _Growing) -> None:
@@ -65,8 +77,7 @@ class GrowingDigests:
         """
         for growing in self._growing:
             if everything:
-                for name in growing.file.tensors:
-                    growing.add(name)
+                growing.add_rest()
             self._catch_up(growing)
         for job in self._jobs:
             job.result()
@@ -81,22 +92,24 @@ class _Growing:
         self._files = files
         self._digest = hashlib.sha256(file.header)
         self._hashed = self._ready = len(file.header)
-        self._waiting = sorted(file.tensors, key=lambda name: file.offsets[name], reverse=True)
-        self._written: set[str] = set()
+        self._written: dict[int, int] = {}  # from the first byte of a part to its end
         self._lock = threading.Lock()
         self._is_claimed = False
 
-    def add(self, name: str) -> bool:
-        """Take up a tensor that is written; True if more of the file can be hashed."""
-        self._written.add(name)
-        before, ready = self._ready, self._ready
-        while self._waiting and self._waiting[-1] in self._written:
-            last = self._waiting.pop()
-            # one without elements may lie before what was written already
-            ready = max(ready, self.file.offsets[last] + self.file.tensors[last].num_bytes)
+    def add(self, start: int, stop: int) -> bool:
+        """Take up bytes that are written; True if more of the file can be hashed."""
         with self._lock:
-            self._ready = ready
-        return ready > before
+            before = self._ready
+            if start < stop:
+                self._written[start] = stop
+            while self._ready in self._written:
+                self._ready = self._written.pop(self._ready)
+            return self._ready > before
+
+    def add_rest(self) -> None:
+        """Take up all that was not told of."""
+        with self._lock:
+            self._ready = self.file.num_bytes
 
     def claim(self) -> bool:
         """Claim the file for the calling thread's job; False if another has it."""
@@ -106,6 +119,7 @@ class _Growing:
 
     def catch_up(self) -> None:
         """Hash what is ready, and give the file free; who calls has claimed it."""
+        memory = _memory()
         with self._files.opened(self.file.name) as descriptor:
             while True:
                 with self._lock:
@@ -113,19 +127,19 @@ class _Growing:
                     if not many:
                         self._is_claimed = False
                         return
-                self._hash(descriptor, many)
+                self._hash(descriptor, memory[:many])
 
-    def _hash(self, descriptor: int, many: int) -> None:
+    def _hash(self, descriptor: int, memory: memoryview) -> None:
         try:
-            piece = os.pread(descriptor, many, self._hashed)
+            got = os.preadv(descriptor, [memory], self._hashed)
         except OSError as error:
             raise OutputError(
                 f"cannot read `{self.file.name}` back: {error.strerror or error}"
             ) from error
-        if not piece:
+        if not got:
             raise OutputError(f"`{self.file.name}` has become shorter while it was written")
-        self._digest.update(piece)
-        self._hashed += len(piece)
+        self._digest.update(memory[:got])
+        self._hashed += got
 
     def digest(self) -> str:
         """Return the digest of the whole file."""

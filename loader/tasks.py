@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantload import __version__
@@ -24,6 +24,7 @@ from quantload.loader.staging import Identity
 
 _CHUNKS = 6  # of rows that are in work, in bfloat16: what is read, codes, fields, and copies
 _FLOATS = 3  # copies of a decoded weight in float32 that exist at a time
+_COPY_BYTES = 1 << 26  # of a tensor that one task copies: else the last one is waited for alone
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Task:
         copied: A tensor that is copied, or cast; None if there are rows.
         source_bytes: Bytes that it reads.
         working_bytes: Memory that it needs.
+        span: (start, stop), the bytes of its one output that it copies; None is all of them.
     """
 
     number: int
@@ -43,6 +45,14 @@ class Task:
     copied: OutputTensor | None
     source_bytes: int
     working_bytes: int
+    span: tuple[int, int] | None = None
+
+    @property
+    def written(self) -> Iterator[tuple[OutputTensor, int, int]]:
+        """What it writes: (tensor, first byte, one past the last)."""
+        for output in self.outputs:
+            start, stop = self.span or (0, output.num_bytes)
+            yield output, start, stop
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
@@ -57,30 +67,52 @@ def tasks_of(plan: Plan) -> list[Task]:
 
     Files are so filled from their start to their end.
     """
-    tasks: list[Task] = []
+    found: list[Task] = []
     for rows in sharing(plan):
-        tasks.append(
-            Task(
-                number=len(tasks),
-                rows=rows,
-                copied=None,
-                source_bytes=sum(row.source_bytes for row in rows),
-                working_bytes=max(working_bytes(plan, row) for row in rows),
-            )
+        task = Task(
+            number=0,
+            rows=rows,
+            copied=None,
+            source_bytes=sum(row.source_bytes for row in rows),
+            working_bytes=max(working_bytes(plan, row) for row in rows),
         )
+        found += _apart(task) if len(rows) == 1 and is_copied(plan, rows[0]) else [task]
     for tensor in plan.plain:
         entry = plan.source.checkpoint.tensors[tensor.source]
         is_raw = entry.is_contiguous and entry.dtype == tensor.dtype
-        tasks.append(
-            Task(
-                number=len(tasks),
-                rows=(),
-                copied=tensor,
-                source_bytes=entry.num_bytes,
-                working_bytes=CHUNK_BYTES if is_raw else 3 * entry.num_bytes,
-            )
+        task = Task(
+            number=0,
+            rows=(),
+            copied=tensor,
+            source_bytes=entry.num_bytes,
+            working_bytes=CHUNK_BYTES if is_raw else 3 * entry.num_bytes,
         )
-    return tasks
+        found += _apart(task) if is_raw else [task]
+    return [replace(task, number=number) for number, task in enumerate(found)]
+
+
+def is_copied(plan: Plan, row: PlanRow) -> bool:
+    """True if the bytes of a weight are those of the source, in one piece."""
+    if row.scheme is not None or row.region is None:
+        return False
+    entry = plan.source.checkpoint.tensors[row.region.tensor]
+    return entry.dtype == row.dtype and row.region.row_stride == row.region.columns
+
+
+def _apart(task: Task) -> Iterator[Task]:
+    """Yield the parts of a task that copies bytes: several threads may share a large tensor."""
+    (output,) = task.outputs
+    if output.num_bytes <= _COPY_BYTES:
+        yield task
+        return
+    for start in range(0, output.num_bytes, _COPY_BYTES):
+        stop = min(start + _COPY_BYTES, output.num_bytes)
+        yield replace(
+            task,
+            source_bytes=stop - start,
+            working_bytes=min(task.working_bytes, CHUNK_BYTES),
+            span=(start, stop),
+        )
 
 
 def working_bytes(plan: Plan, row: PlanRow) -> int:
@@ -125,6 +157,7 @@ def identity_of(plan: Plan) -> Identity:
         "config": plan.config,
         "config_files": plan.config_files,
         "lossless": plan.lossless,
+        "copied_at_once": _COPY_BYTES,  # numbers of tasks follow from it
     }
     text = json.dumps(content, sort_keys=True, default=str)
     schemes = Counter(str(row.scheme or "full precision") for row in plan.rows)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,10 @@ class OutputFiles:
         folder: Where they are; exists.
         files: Files with every tensor's place.
         final: Name of the output, for messages.
+
+    Attributes:
+        told: Is called with (tensor name, first byte, one past the last) of everything that was
+            written, by the thread that wrote it.
     """
 
     def __init__(self, folder: Path, files: Sequence[OutputFile], *, final: Path) -> None:
@@ -50,6 +54,7 @@ class OutputFiles:
         self._place = {name: file for file in files for name in file.tensors}
         self._open: dict[str, _Open] = {}  # those that were used last at the end
         self._opening = threading.Lock()
+        self.told: Callable[[str, int, int], None] = _tell_nobody
 
     def create(self) -> bool:
         """Create what is not there yet, with headers and at full size; remove everything else.
@@ -136,12 +141,14 @@ class OutputFiles:
                 _write_at(descriptor, data, position)
         except OSError as error:
             raise self._error(error) from error
+        self.told(name, start, start + len(data))
         return sum_of_words(data, position)
 
-    def checksum_of(self, name: str) -> int:
-        """Return the checksum of a tensor as it is in its file now."""
+    def checksum_of(self, name: str, start: int = 0, stop: int | None = None) -> int:
+        """Return the checksum of bytes of a tensor, or of all, as they are in its file now."""
         file = self._place[name]
-        position, left = file.offsets[name], file.tensors[name].num_bytes
+        last = file.tensors[name].num_bytes if stop is None else stop
+        position, left = file.offsets[name] + start, last - start
         total = 0
         try:
             while left:
@@ -205,6 +212,10 @@ class OutputFiles:
     def _error(self, error: OSError) -> OutputError:
         needed = sum(file.num_bytes for file in self.all)
         return output_error(error, self.final, f", {needed} bytes are needed in all")
+
+
+def _tell_nobody(name: str, start: int, stop: int) -> None:
+    del name, start, stop
 
 
 def _fits(tensor: Tensor, planned: OutputTensor, first_row: int) -> bool:

@@ -26,7 +26,8 @@ def files(tmp_path):
 
 
 def _finish(sync):
-    sync.add(TENSORS)
+    for tensor in TENSORS:
+        sync.add(tensor.name, tensor.num_bytes)
     sync.finish()
 
 
@@ -46,7 +47,8 @@ def test_each_file_is_synchronized_after_so_many_bytes(files, monkeypatch):
     synced = _record_syncs(monkeypatch)
     with EarlySync(files, every=200) as sync:
         for tensor in TENSORS:
-            sync.add([tensor])
+            sync.add(tensor.name, 40)
+            sync.add(tensor.name, tensor.num_bytes - 40)
         sync.finish()
     assert synced == [file.name for file in files.all]
 

@@ -12,8 +12,11 @@ from safetensors.torch import load_file
 
 import quantload.loader.tasks as module
 from quantload.errors import CheckpointError
+from quantload.loader.convert import run_plan
 from quantload.loader.formats.targets import target_named
 from quantload.loader.tasks import identity_of, share_of, tasks_of
+from quantload.loader.workers import Resources
+from quantload.progress import Silent
 
 LAYER = "model.layers.0"
 
@@ -38,6 +41,30 @@ def test_every_output_tensor_belongs_to_one_task(folder, scheme):
     assert sum(task.source_bytes for task in tasks) == sum(
         entry.num_bytes for entry in plan.source.checkpoint.tensors.values()
     )
+
+
+@pytest.mark.parametrize("scheme", ["W4A16:g32", "dense"])
+def test_large_tensors_are_copied_in_several_tasks(folder, tmp_path, monkeypatch, scheme):
+    whole = run_plan(plan_of(folder, scheme), tmp_path / "whole", Silent())
+    digest = identity_of(plan_of(folder, scheme)).digest
+    monkeypatch.setattr(module, "_COPY_BYTES", 1000)
+    plan = plan_of(folder, scheme)
+    tasks = tasks_of(plan)
+    parts = {}
+    for task in tasks:
+        for tensor, start, stop in task.written:
+            parts.setdefault(tensor.name, []).append((start, stop, tensor.num_bytes))
+    for found in parts.values():  # one after the other, without gaps
+        assert [start for start, _, _ in found] == [0, *(stop for _, stop, _ in found[:-1])]
+        assert found[-1][1] == found[-1][2]
+    assert any(len(found) > 2 for found in parts.values())
+    assert sum(task.source_bytes for task in tasks) == sum(
+        entry.num_bytes for entry in plan.source.checkpoint.tensors.values()
+    )
+    assert identity_of(plan).digest != digest
+    apart = run_plan(plan, tmp_path / "apart", Silent(), Resources(workers=3))
+    for file in whole.iterdir():
+        assert (apart / file.name).read_bytes() == file.read_bytes()
 
 
 def test_members_of_a_fused_group_share_a_task_where_they_share_a_scale(folder):
