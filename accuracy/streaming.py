@@ -62,6 +62,24 @@ class _OneBlock(RankShare):
 
 
 @dataclass(frozen=True)
+class Block:
+    """A part of a model that is loaded, while it is the turn of this part.
+
+    Args:
+        path: Path of the layer; "" for a model that is loaded as a whole.
+        modules: Modules by path. Modules outside the layers come with the first layer, those after
+            them (the last norm, the head) with the last.
+        step: Runs a batch [B, T] through the block, from the hidden states that the block before
+            returned for it (None for the first), and returns what the next one is given, [B, T, H]
+            on the CPU; the last returns the logits [B, T, V], or None where nobody asked for them.
+    """
+
+    path: str
+    modules: Mapping[str, nn.Module]
+    step: Callable[[Tensor, Tensor | None], Tensor | None]
+
+
+@dataclass(frozen=True)
 class StreamedModel:
     """A model that is run block by block; see the top of this file.
 
@@ -123,37 +141,50 @@ class StreamedModel:
         """
         check_sequences(self.model, sequences)
         batches = batches_of(sequences, batch_tokens)
+        states: list[Tensor | None] = [None] * len(batches)
         progress.start("blocks", total=self.num_blocks, unit="blocks")
-        if self.cut is None:
-            self._run_whole(batches, watch)
-            progress.advance(1)
-        else:
-            self._run_blocks(self.cut, batches, watch, progress)
+        for block in self.blocks():
+            with watch(block.modules):
+                for place, ids in enumerate(batches):
+                    states[place] = block.step(ids, states[place])
+            progress.advance(1, note=block.path)
         progress.finish()
+
+    def blocks(self, *, with_logits: bool = False) -> Iterator[Block]:
+        """Load one part of the model after the other; each is let go of before the next comes.
+
+        Args:
+            with_logits: Load the output head too, and have the last block return logits.
+        """
+        if self.cut is None:
+            yield self._whole(with_logits=with_logits)
+            return
+        yield from self._layers(self.cut, with_logits=with_logits)
 
     # -- as a whole ----------------------------------------------------------------------------
 
-    def _run_whole(self, batches: Sequence[Tensor], watch: Watch) -> None:
+    def _whole(self, *, with_logits: bool) -> Block:
         tied = self.prepared.tied
         done = assign(self.model, self.source, self.mapper, device=self.device, tied=tied)
         finish(self.model, self.device, untied=done.untied)
-        with watch(dict(self.model.named_modules())):
-            for ids in batches:
-                self._forward(ids)
+
+        def step(ids: Tensor, _: Tensor | None) -> Tensor | None:
+            logits = self._forward(ids)
+            return logits if with_logits else None
+
+        return Block("", dict(self.model.named_modules()), step)
 
     # -- block by block ------------------------------------------------------------------------
 
-    def _run_blocks(
-        self, cut: PipelineCut, batches: Sequence[Tensor], watch: Watch, progress: Progress
-    ) -> None:
+    def _layers(self, cut: PipelineCut, *, with_logits: bool) -> Iterator[Block]:
         layers = self.model.get_submodule(cut.layers)
         assert isinstance(layers, nn.ModuleList), f"{cut.layers} is a list of layers"
         waiting = list(layers)
         for number, layer in enumerate(waiting):
             layers[number] = DoneLayer(layer)
-        self._load_outside(cut)
+        self._load_outside(cut, with_head=with_logits)
         outside = self._outside(cut)
-        states: list[Tensor | None] = [None] * len(batches)
+        head = None if with_logits else self._head(cut)
         for number in range(cut.count):
             layer, path = waiting[number], f"{cut.layers}.{number}"
             self._load_layer(cut, layer, number)
@@ -161,18 +192,17 @@ class StreamedModel:
             modules = {f"{path}.{name}": module for name, module in layer.named_modules() if name}
             modules |= outside["first"] if number == 0 else {}
             modules |= outside["last"] if number == cut.count - 1 else {}
-            following = layers[number + 1] if number + 1 < cut.count else None
-            with watch(modules):
-                for place, ids in enumerate(batches):
-                    step = LayerStep(layer, following, self._head(cut), states[place], self.device)
-                    with step:
-                        self._forward(ids)
-                    states[place] = step.result
+            step = self._stepper(layer, list(layers)[number + 1 : number + 2], head)
+            yield Block(path, modules, step)
             layers[number] = DoneLayer(layer, returned=step.returned)
             waiting[number] = nn.Identity()
-            del layer, modules  # lets go of the weights before the next ones come
+            del layer, modules, step  # lets go of the weights before the next ones come
             _give_back_memory()
-            progress.advance(1, note=path)
+
+    def _stepper(
+        self, layer: nn.Module, following: Sequence[nn.Module], head: nn.Module | None
+    ) -> _Stepper:
+        return _Stepper(self, layer, following[0] if len(following) else None, head)
 
     def _head(self, cut: PipelineCut) -> nn.Module | None:
         return self.model.get_submodule(cut.head) if cut.head else None
@@ -187,11 +217,12 @@ class StreamedModel:
                 found["last" if is_after else "first"][path] = module
         return found
 
-    def _load_outside(self, cut: PipelineCut) -> None:
+    def _load_outside(self, cut: PipelineCut, *, with_head: bool) -> None:
         elsewhere = [f"{cut.layers}.{number}" for number in range(cut.count)]
         tied = dict(self.prepared.tied)
         is_tied = any(f"{cut.head}.weight" in pair for pair in tied.items())
-        if cut.head and not is_tied and hasattr(self.model.get_submodule(cut.head), "in_features"):
+        has_width = cut.head and hasattr(self.model.get_submodule(cut.head), "in_features")
+        if has_width and not is_tied and not with_head:
             put(self.model, cut.head, HeadInput(self.model.get_submodule(cut.head)))
             elsewhere.append(cut.head)
         done = assign(
@@ -234,13 +265,39 @@ class StreamedModel:
             plain={name: entry for name, entry in source.plain.items() if name in names},
         )
 
-    def _forward(self, ids: Tensor) -> None:
+    def _forward(self, ids: Tensor) -> Tensor | None:
+        """Run the model; returns its logits, or None if it ended before or has none."""
         tokens = ids.to(self.device)
         inputs = {"input_ids": tokens}
         if self.model.config.is_encoder_decoder:
             inputs["decoder_input_ids"] = tokens
         with suppress(Reached):
-            self.model(**inputs, use_cache=False)
+            logits: Tensor | None = getattr(self.model(**inputs, use_cache=False), "logits", None)
+            return logits
+        return None
+
+
+class _Stepper:
+    """Runs batches through one layer; see `Block`."""
+
+    def __init__(
+        self,
+        streamed: StreamedModel,
+        layer: nn.Module,
+        following: nn.Module | None,
+        head: nn.Module | None,
+    ) -> None:
+        self._streamed, self._layer = streamed, layer
+        self._following, self._head = following, head
+        self.returned = 0
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, state: Tensor | None) -> Tensor | None:
+        device = self._streamed.device
+        with LayerStep(self._layer, self._following, self._head, state, device) as step:
+            logits = self._streamed._forward(ids)
+        self.returned = step.returned
+        return logits if self._following is None and self._head is None else step.result
 
 
 def open_streamed(
@@ -248,18 +305,19 @@ def open_streamed(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    round_inputs: bool = False,
     trust_remote_code: bool = False,
 ) -> StreamedModel:
     """Prepare a checkpoint's model to be run block by block; no weights are read.
 
-    That the checkpoint has all that the model needs, and nothing else, is proven here. Inputs of
-    layers are not quantized, and layers run one by one; experts become `FusedExperts`, whose
-    inputs can be watched.
+    That the checkpoint has all that the model needs, and nothing else, is proven here. Layers run
+    one by one; experts become `FusedExperts`, whose inputs can be watched.
 
     Args:
         source: An open checkpoint, quantized or not.
         device: Where it runs.
         dtype: dtype in which it runs.
+        round_inputs: Quantize inputs of layers as the schemes say.
         trust_remote_code: Run modelling code that comes with the checkpoint.
 
     Raises:
@@ -275,13 +333,13 @@ def open_streamed(
     schemes = {name: w.scheme for name, w in source.weights.items() if w.scheme is not None}
     prepared = prepare(
         model,
-        without_inputs(schemes),
+        schemes if round_inputs else without_inputs(schemes),
         source.weights,
         dtype=dtype,
         names=found.tensors,
         fuse=False,
     )
-    blind = dict(_watchable_experts(model, dtype))
+    blind = {} if round_inputs else dict(_watchable_experts(model, dtype))
     jobs = planned(model, source, prepared.mapper, tied=prepared.tied)
     return StreamedModel(source, prepared, device, cut, why_whole, blind, jobs)
 
