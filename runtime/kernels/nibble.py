@@ -13,6 +13,7 @@ weight is. Letters: M tokens, N output features, K input features.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -138,15 +139,19 @@ def _in_packed_order(x: Tensor, columns: Tensor) -> Tensor:
 def _launch(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) -> Tensor:
     if plan.path == "dense":
         return _dense(x, weight, bias)
+    if plan.path == "async" and not _overlaps(weight):
+        plan = replace(plan, path="mid", after=False)
     out = x.new_empty(x.shape[0], weight.rows)
     if plan.path == "gemv":
         _gemv(x, weight, bias, plan, out)
     elif plan.path == "parallel":
         _parallel(x, weight, bias, plan, out)
+    elif plan.path == "async" and _is_aligned(x):
+        _async(x, weight, bias, plan, out)
     elif plan.path == "mid" and _is_aligned(x):
         _mid(x, weight, bias, plan, out)
     else:
-        if plan.path == "mid":
+        if plan.path in ("mid", "async"):
             plan = fitted(
                 without_copy_engine(x.shape[0], _shape(weight), card_of(x.device)),
                 weight,
@@ -158,6 +163,12 @@ def _launch(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) ->
 def _shape(weight: NibbleWeight) -> tuple[int, int, int]:
     blocks, rows, columns = weight.words.shape
     return blocks, rows, columns
+
+
+def _overlaps(weight: NibbleWeight) -> bool:
+    """True if the kernel in which unpacking and products overlap serves the weight."""
+    of_pairs = _form(weight)["GROUP_SLICES"] == 2
+    return (weight.form, weight.kind, weight.dtype) == ("int", "bf16", torch.bfloat16) and of_pairs
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -251,6 +262,22 @@ def _parallel(
         EVEN_K=even, EARLY=early, PREFETCH=plan.prefetch if early else 0, STAGES=plan.stages,
         INTERPRETED=INTERPRETED.value, num_warps=plan.warps,
         **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+
+
+def _async(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor) -> None:
+    from quantload.runtime.kernels.nibble_async import async_kernel, described
+
+    m, n = out.shape
+    blocks, _, columns = weight.words.shape
+    tiles = triton.cdiv(n, plan.rows) * triton.cdiv(m, plan.tokens)
+    step = min(plan.step, columns)
+    async_kernel[(tiles,)](
+        described(x, [plan.tokens, step]),
+        described(weight.words.view(-1, columns), [plan.rows, step]),
+        weight.scale, weight.outer, bias, out, m, n, blocks,
+        BN=plan.rows, BM=plan.tokens, C=columns, STEP=step, STAGES=plan.stages,
+        TILES=plan.swizzle, num_warps=plan.warps,
     )  # fmt: skip
 
 

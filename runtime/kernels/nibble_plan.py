@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "candidates", "kernel_name", "plan_for"]
 
-_Path = Literal["decode", "mid", "dense", "gemv", "parallel"]
-_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel")
+_Path = Literal["decode", "mid", "dense", "gemv", "parallel", "async"]
+_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "async")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Plan:
     """How a product is launched.
 
     Args:
-        path: "decode", "mid", "dense", "gemv" or "parallel".
+        path: "decode", "mid", "dense", "gemv", "parallel" or "async".
         rows: Output features of a tile.
         tokens: Tokens of a tile.
         splits: Parts of K.
@@ -91,7 +91,7 @@ def plan_for(weight: NibbleWeight, tokens: int, device: torch.device) -> Plan:
     plan = None if settings is None else Plan.from_settings(settings)
     if plan is None:
         plan = by_rule(tokens, (blocks, rows, columns), card_of(device))
-    if weight.offset is not None and plan.path in ("mid", "gemv", "parallel"):
+    if weight.offset is not None and plan.path != "dense":
         plan = by_rule(
             tokens, (blocks, rows, columns), replace(card_of(device), has_copy_engine=False)
         )
