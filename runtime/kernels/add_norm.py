@@ -262,9 +262,6 @@ def _add_norm_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     let_next_start(EARLY)
-    if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
-        if row >= rows:
-            fetch_ahead(ahead, pieces, (row - rows).to(tl.int32), WARPS)
     columns = tl.arange(0, BLOCK)
     inside = (columns < width) & (row < rows)
     w = tl.full((BLOCK,), 0.0, tl.float32)
@@ -274,6 +271,9 @@ def _add_norm_kernel(
     if POST:
         late_w = tl.load(post + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(EARLY)
+    if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
+        if row >= rows:
+            fetch_ahead(ahead, pieces, (row - rows).to(tl.int32), WARPS)
     stored = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0)
     values = stored.to(tl.float32)
     if ADD:

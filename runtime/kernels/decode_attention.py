@@ -340,9 +340,6 @@ def _decode_attention_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     let_next_start(EARLY)
-    if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
-        if program >= programs:
-            fetch_ahead(ahead, ahead_pieces, program - programs, WARPS)
     # programs that only fetch take the place of the first row, and have no keys
     busy = program < programs
     place = tl.where(busy, program, 0)
@@ -363,6 +360,9 @@ def _decode_attention_kernel(
     kt = _block_of(keys + start, low, now, high, place_stride, D, BLOCK, COLUMNS)
     vt = _block_of(values + start, low, now, high, place_stride, D, BLOCK, COLUMNS)
     wait_for_previous(EARLY)
+    if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
+        if program >= programs:
+            fetch_ahead(ahead, ahead_pieces, program - programs, WARPS)
 
     cos += now.to(tl.int64) * R
     sin += now.to(tl.int64) * R

@@ -12,7 +12,8 @@ keep that right:
 Inside a CUDA graph the gap between two small kernels, near a microsecond, vanishes that way.
 
 While a small kernel runs, the memory is idle. `fetch_ahead` lets programs that have nothing else to
-do bring the weights of the next product into the L2 cache; they touch no results.
+do bring the weights of the next product into the L2 cache, after the wait: before it, the memory
+still works for the product in front. They touch no results.
 
 Source: CUDA C++ Programming Guide, programmatic dependent launch; PTX ISA 8.x,
 `cp.async.bulk.prefetch.L2` (sm_90).

@@ -168,11 +168,11 @@ def _glu_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (columns < width) & (row < tokens)
     let_next_start(EARLY)
+    wait_for_previous(EARLY)
     if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
         if row >= tokens:
             index = (row - tokens).to(tl.int32) * tl.num_programs(1) + tl.program_id(1)
             fetch_ahead(ahead, pieces, index, WARPS)
-    wait_for_previous(EARLY)
     stored = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
     y = _activated(stored.to(tl.float32), ACT, INTERPRETED)
     y = y.to(stored.dtype).to(tl.float32)
@@ -190,10 +190,10 @@ def _glu_codes_kernel(
     columns = tl.arange(0, BLOCK)
     inside = (columns < width) & (row < tokens)
     let_next_start(EARLY)
+    wait_for_previous(EARLY)
     if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
         if row >= tokens:
             fetch_ahead(ahead, pieces, (row - tokens).to(tl.int32), WARPS)
-    wait_for_previous(EARLY)
     stored = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
     other = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     y = _activated(stored.to(tl.float32), ACT, INTERPRETED).to(stored.dtype).to(tl.float32)
