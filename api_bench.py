@@ -20,6 +20,8 @@ from quantload.runtime.step_model import CacheScales
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_WARM_UP = 3  # the second run of a prompt captures it
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTimes:
@@ -136,7 +138,8 @@ def bench(  # noqa: PLR0913 - a keyword for each choice of the user
 ) -> BenchReport:
     """Measure how fast a loaded model prefills and decodes; prompts are random ids.
 
-    Each batch runs twice: the first run compiles, captures and warms up, the second is timed.
+    Each batch runs a few times: kernels are compiled, and prompts and steps captured, before the
+    run that is timed.
 
     Args:
         model: From `load` or `synthetic`.
@@ -196,9 +199,9 @@ def _timed(
     shape = batch, prompt_tokens
     prompts = torch.randint(decoder.model.vocab_size, shape, generator=generator).tolist()
     rules = Rules(max_new_tokens=new_tokens)
-    decoder.generate(prompts, Rules(max_new_tokens=2))  # prefill kernels
     slot = decoder.slot(batch, prompt_tokens + new_tokens)
-    decoder.generate(prompts, rules)
+    for _ in range(_WARM_UP):
+        decoder.generate(prompts, Rules(max_new_tokens=2))
     times = []
     started = time.perf_counter()
     for token in decoder.stream(prompts, rules):
