@@ -122,7 +122,7 @@ class NibbleRoundedLinear(nn.Module):
         """
         from quantload.runtime.kernels.nibble_rounded_settings import functions_for
 
-        return ("_token_kernel", *functions_for(self.packed, tokens)) if tokens else ()
+        return ("quantize_tokens", *functions_for(self.packed, tokens)) if tokens else ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NibbleRoundedLinear:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -226,6 +226,14 @@ def _gemm(
             in_float32 = out.float()
             launch(x.float(), in_float32, parts, form, block_rows, slices_per_group, settings)
             out.copy_(in_float32)
+        elif "step" not in settings:
+            from quantload.runtime.kernels.pairs_hopper import launch_hopper
+
+            launch_hopper(
+                x, codes, out, scale=scale, zero=zero, x_scale=None, outer=outer, bias=bias,
+                form=form, block_rows=block_rows, slices_per_group=slices_per_group,
+                settings=settings,
+            )  # fmt: skip
         else:
             x = x if x.stride(1) == 1 else x.contiguous()
             launch(x, out, parts, form, block_rows, slices_per_group, settings)

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from quantload.runtime.kernels.byte_layout import PackedBytes
+from quantload.runtime.kernels.pairs_settings import fits, hopper_rule
 from quantload.runtime.launch_settings import find
 
 __all__ = [
@@ -102,12 +103,17 @@ def candidates(m: int, n: int, k: int, columns: int = 64) -> Iterator[dict[str, 
 def settings_for(
     form: str, grouped: bool, device: torch.device, m: int, n: int, k: int, columns: int
 ) -> Settings:
-    """Return what was measured on this card, else the rule's choice."""
-    processors, shared, _ = card(device)
+    """Return what was measured on this card, else the rule's choice.
+
+    Those of sm_90 are for `pairs_hopper`, others, which have a "step", for `byte_linear`.
+    """
+    processors, shared, hopper = card(device)
     settings = find(kernel_name(form, grouped), device, m=m, n=n, k=k)
-    if settings is None or not _fits(settings, columns, shared):
-        settings = rule(m, n, k, columns, processors, shared)
-    return settings
+    if settings is not None and _fits(settings, columns, shared, hopper):
+        return settings
+    if hopper and m < MOST_FUSED:
+        return hopper_rule(m, n, k, columns, processors, shared, 2)
+    return rule(m, n, k, columns, processors, shared)
 
 
 def functions_for(packed: PackedBytes, tokens: int) -> tuple[str, ...]:
@@ -125,12 +131,14 @@ def functions_for(packed: PackedBytes, tokens: int) -> tuple[str, ...]:
     )
     if settings.get("dequantize"):
         return ("byte_dequantize_kernel", "cuBLAS")
-    return ("byte_gemm_kernel",)
+    return ("byte_gemm_kernel",) if "step" in settings else ("pairs_gemm_hopper",)
 
 
-def _fits(settings: Settings, columns: int, shared: int) -> bool:
+def _fits(settings: Settings, columns: int, shared: int, hopper: bool) -> bool:
     """True if settings that were measured for one layout serve this one on this card."""
     if settings.get("dequantize"):
         return True
+    if hopper:
+        return "step" not in settings and fits(settings, columns, shared, 2)
     needed = _shared_bytes(*(settings[name] for name in ("rows", "tokens", "step", "stages")))
     return settings["step"] <= columns and needed <= shared

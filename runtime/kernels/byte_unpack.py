@@ -113,24 +113,39 @@ def _unpack2_int(words, zero, dtype: tl.constexpr):
         )
     else:
         tl.static_assert(dtype == tl.float16, "values are float16 or bfloat16")
-        offset = tl.full((words.shape[0], 1), -1152.0, dtype)
-        if zero is not None:
-            offset = (-1152.0 - zero.to(tl.float32)).to(dtype)[:, None]
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t;
-            shr.u32 t, $2, 8;
-            lop3.b32 $0, $2, 0x00ff00ff, 0x64806480, 0x6a;
-            lop3.b32 $1, t, 0x00ff00ff, 0x64806480, 0x6a;
-            add.rn.f16x2 $0, $0, $3;
-            add.rn.f16x2 $1, $1, $3;
-            }""",
-            "=&r,=&r,r,r",
-            args=[words, offset],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        if zero is None:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 t, c;
+                mov.b32 c, 0xe480e480;
+                shr.u32 t, $2, 8;
+                lop3.b32 $0, $2, 0x00ff00ff, 0x64806480, 0x6a;
+                lop3.b32 $1, t, 0x00ff00ff, 0x64806480, 0x6a;
+                add.rn.f16x2 $0, $0, c;
+                add.rn.f16x2 $1, $1, c;
+                }""",
+                "=&r,=&r,r",
+                args=[words],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 t;
+                shr.u32 t, $2, 8;
+                lop3.b32 $0, $2, 0x00ff00ff, 0x64806480, 0x6a;
+                lop3.b32 $1, t, 0x00ff00ff, 0x64806480, 0x6a;
+                add.rn.f16x2 $0, $0, $3;
+                add.rn.f16x2 $1, $1, $3;
+                }""",
+                "=&r,=&r,r,r",
+                args=[words, (-1152.0 - zero.to(tl.float32)).to(dtype)[:, None]],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
 
 
 @triton.jit

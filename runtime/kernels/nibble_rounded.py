@@ -192,6 +192,15 @@ def _gemm(
             x = (codes.float() * x_scale.reshape(-1, 1)).to(dtype)
             bias = bias if bias is None else bias.to(dtype)
             return torch.nn.functional.linear(x, weight, bias)
+        if card(codes.device)[2]:
+            from quantload.runtime.kernels.pairs_hopper import launch_hopper
+
+            launch_hopper(
+                codes, pairs, out, scale=scale, zero=None, x_scale=x_scale, outer=outer, bias=bias,
+                form=form, block_rows=block_rows, slices_per_group=slices_per_group,
+                settings=settings,
+            )  # fmt: skip
+            return out
         # NOTE: the interpreter holds bfloat16 as raw integers
         found = out.float() if INTERPRETED.value else out
         launch(

@@ -13,6 +13,7 @@ import triton
 
 from quantload.runtime.kernels.byte_settings import Settings, card
 from quantload.runtime.kernels.nibble_rounded_layout import PackedForBytes
+from quantload.runtime.kernels.pairs_settings import fits, hopper_rule
 from quantload.runtime.launch_settings import find
 
 __all__ = [
@@ -90,18 +91,13 @@ def settings_for(
     form: str, grouped: bool, device: torch.device, m: int, n: int, k: int, columns: int
 ) -> Settings:
     """Return what was measured on this card, else the rule's choice."""
-    processors, shared, _ = card(device)
+    processors, shared, hopper = card(device)
     settings = find(kernel_name(form, grouped), device, m=m, n=n, k=k)
-    if settings is None or not _fits(settings, columns, shared):
-        settings = rule(form, m, n, k, columns, processors, shared)
-    return settings
-
-
-def _fits(settings: Settings, columns: int, shared: int) -> bool:
-    if settings.get("dequantize"):
-        return True
-    sizes = settings["rows"], settings["tokens"], columns, settings["stages"]
-    return _shared_bytes(*sizes) <= shared
+    if settings is not None and (settings.get("dequantize") or fits(settings, columns, shared, 1)):
+        return settings
+    if hopper and m < MOST_FUSED:
+        return hopper_rule(m, n, k, columns, processors, shared, 1)
+    return rule(form, m, n, k, columns, processors, shared)
 
 
 def functions_for(packed: PackedForBytes, tokens: int) -> tuple[str, ...]:
@@ -123,4 +119,4 @@ def functions_for(packed: PackedForBytes, tokens: int) -> tuple[str, ...]:
     )
     if settings.get("dequantize"):
         return ("nibble_rounded_dequantize_kernel", "cuBLAS")
-    return ("nibble_rounded_kernel",)
+    return ("pairs_gemm_hopper",) if card(packed.pairs.device)[2] else ("nibble_rounded_kernel",)
