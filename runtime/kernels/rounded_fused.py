@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quantload.runtime.kernels.rounded_hopper import layout_of_tile
+from quantload.runtime.kernels.rounded_hopper import layout_of_tile, sum_of_parts
 from quantload.runtime.kernels.rounded_scratch import scratch
 from quantload.runtime.kernels.rounded_weight import PackedRounded
 from quantload.runtime.launch_settings import Settings
@@ -137,6 +137,34 @@ def _fetch(w_desc, w_ring, ready, n, first, step, count):
 
 
 @gluon.jit
+def _promoted_sums(w_desc, w_ring, x_all, ready, n_start, first, count, nothing):
+    """Sums of steps that are finished one by one; two are on their way at a time."""
+    total = nothing
+    for step in range(0, count - 1, 2):
+        late = step + w_ring.shape[0]
+        even = _product(w_ring, x_all, ready, step, nothing, False)
+        odd = _product(w_ring, x_all, ready, step + 1, nothing, False)
+        total += warpgroup_mma_wait(1, deps=[even])
+        _fetch(w_desc, w_ring, ready, n_start, first, late, count)
+        total += warpgroup_mma_wait(0, deps=[odd])
+        _fetch(w_desc, w_ring, ready, n_start, first, late + 1, count)
+    if count % 2 == 1:
+        even = _product(w_ring, x_all, ready, count - 1, nothing, False)
+        total += warpgroup_mma_wait(0, deps=[even])
+    return total
+
+
+@gluon.jit
+def _plain_sums(w_desc, w_ring, x_all, ready, n_start, first, count, total):
+    """Sums that stay in one accumulator."""
+    for step in range(count):
+        total = _product(w_ring, x_all, ready, step, total, True)
+        total = warpgroup_mma_wait(0, deps=[total])
+        _fetch(w_desc, w_ring, ready, n_start, first, step + w_ring.shape[0], count)
+    return total
+
+
+@gluon.jit
 def rounded_gemm_fused(
     w_desc, x, w_scale, bias, out, partial, locks, M, N, K, stride, steps, splits,
     STAGES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, SPLIT: gl.constexpr,
@@ -196,43 +224,22 @@ def rounded_gemm_fused(
     fence_async_shared()
     x_all = x_part._reinterpret(w_desc.dtype, [WIDTH // BK, BM, BK], w_desc.layout)
     nothing = gl.zeros([BN, BM], SUM, layout=TILE)
-    total = nothing
     if EXACT:
-        for step in range(0, count - 1, 2):
-            even = _product(w_ring, x_all, ready, step, nothing, False)
-            odd = _product(w_ring, x_all, ready, step + 1, nothing, False)
-            total += warpgroup_mma_wait(1, deps=[even])
-            _fetch(w_desc, w_ring, ready, n_start, first, step + STAGES, count)
-            total += warpgroup_mma_wait(0, deps=[odd])
-            _fetch(w_desc, w_ring, ready, n_start, first, step + 1 + STAGES, count)
-        if count % 2 == 1:
-            even = _product(w_ring, x_all, ready, count - 1, nothing, False)
-            total += warpgroup_mma_wait(0, deps=[even])
+        total = _promoted_sums(w_desc, w_ring, x_all, ready, n_start, first, count, nothing)
     else:
-        for step in range(count):
-            total = _product(w_ring, x_all, ready, step, total, True)
-            total = warpgroup_mma_wait(0, deps=[total])
-            _fetch(w_desc, w_ring, ready, n_start, first, step + STAGES, count)
+        total = _plain_sums(w_desc, w_ring, x_all, ready, n_start, first, count, nothing)
     x_part._keep_alive()
 
     ns = gl.arange(0, BN, layout=gl.SliceLayout(1, TILE))
     m = gl.arange(0, BM, layout=gl.SliceLayout(0, TILE))
     is_last = True
     if SPLIT:
-        base = partial + (tile * splits).to(gl.int64) * (BN * BM)
-        base += gl.expand_dims(ns, 1) * BM + gl.expand_dims(m, 0)
-        gl.store(base + split * (BN * BM), total, mask=gl.expand_dims(m < M, 0))
-        gl.thread_barrier()
-        is_last = gl.atomic_add(locks + tile, 1, sem="acq_rel") == splits - 1
+        parts = partial + (tile * splits).to(gl.int64) * (BN * BM)
+        parts += gl.expand_dims(ns, 1) * BM + gl.expand_dims(m, 0)
+        total, is_last = sum_of_parts(
+            total, nothing, parts, BN * BM, locks + tile, split, splits, gl.expand_dims(m < M, 0)
+        )
     if is_last:
-        if SPLIT:
-            total = nothing
-            for part in range(splits):
-                total += gl.load(
-                    base + part * (BN * BM), mask=gl.expand_dims(m < M, 0), other=0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
-            gl.store(locks + tile, 0)
         n = n_start + ns
         y = total.to(gl.float32) * gl.expand_dims(gl.load(w_scale + n, mask=n < N, other=0.0), 1)
         if ROWS == 1:

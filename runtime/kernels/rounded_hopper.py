@@ -45,7 +45,7 @@ from quantload.runtime.kernels.rounded_scratch import scratch, token_step
 from quantload.runtime.kernels.rounded_weight import PackedRounded
 from quantload.runtime.launch_settings import Settings
 
-__all__ = ["launch_hopper", "rounded_gemm_hopper"]
+__all__ = ["launch_hopper", "layout_of_tile", "rounded_gemm_hopper", "sum_of_parts"]
 
 
 @gluon.jit
@@ -130,6 +130,82 @@ def _finished(
 
 
 @gluon.jit
+def _promoted_sums(
+    w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, count, nothing,
+    w_scale, x_scale, n, m, M, groups, block_rows,
+    GROUPS: gl.constexpr, PER_ROW: gl.constexpr, SWAP: gl.constexpr,
+):  # fmt: skip
+    """Sums of steps that are finished one by one; two are on their way at a time."""
+    total = nothing
+    for step in range(0, count - 1, 2):
+        group, late = first + step, step + w_ring.shape[0]
+        factor = _factor(
+            w_scale, x_scale, n, m, M, group, groups, block_rows, GROUPS, PER_ROW, SWAP
+        )
+        factor_odd = _factor(
+            w_scale, x_scale, n, m, M, group + 1, groups, block_rows, GROUPS, PER_ROW, SWAP
+        )
+        even = _start(w_ring, x_ring, ready, step, nothing, False, SWAP)
+        odd = _start(w_ring, x_ring, ready, step + 1, nothing, False, SWAP)
+        total = _added(total, warpgroup_mma_wait(1, deps=[even]), factor, GROUPS)
+        _refill(w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, late, late < count)
+        total = _added(total, warpgroup_mma_wait(0, deps=[odd]), factor_odd, GROUPS)
+        late += 1
+        _refill(w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, late, late < count)
+    if count % 2 == 1:
+        group = first + count - 1
+        factor = _factor(
+            w_scale, x_scale, n, m, M, group, groups, block_rows, GROUPS, PER_ROW, SWAP
+        )
+        even = _start(w_ring, x_ring, ready, count - 1, nothing, False, SWAP)
+        total = _added(total, warpgroup_mma_wait(0, deps=[even]), factor, GROUPS)
+    return total
+
+
+@gluon.jit
+def _plain_sums(
+    w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, count, total,
+    SWAP: gl.constexpr,
+):  # fmt: skip
+    """Sums that stay in one accumulator."""
+    for step in range(count):
+        total = _start(w_ring, x_ring, ready, step, total, True, SWAP)
+        total = warpgroup_mma_wait(1, deps=[total])
+        late = step - 1 + w_ring.shape[0]
+        wanted = (step > 0) & (late < count)
+        _refill(w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, late, wanted)
+    return warpgroup_mma_wait(0, deps=[total])
+
+
+@gluon.jit
+def sum_of_parts(total, nothing, place, size, lock, split, splits, mask):
+    """Put a part of a sum beside the others; the last program gets all, added in their order.
+
+    Args:
+        total: The part.
+        nothing: Zeros.
+        place: Pointers to where the first part lies.
+        size: Elements of a part.
+        lock: Counter of the tile.
+        split: Number of the part.
+        splits: Parts.
+        mask: What is there of a part.
+
+    Returns:
+        The sum, and whether this program is the last.
+    """
+    gl.store(place + split * size, total, mask=mask)
+    gl.thread_barrier()
+    is_last = gl.atomic_add(lock, 1, sem="acq_rel") == splits - 1
+    if is_last:
+        total = nothing
+        for part in range(splits):
+            total += gl.load(place + part * size, mask=mask, other=0, cache_modifier=".cg")
+        gl.store(lock, 0)
+    return total, is_last
+
+
+@gluon.jit
 def rounded_gemm_hopper(
     w_desc, x_desc, w_scale, x_scale, w_sums, bias, out, partial, locks,
     M, N, steps, splits, x_step, groups, block_rows,
@@ -210,79 +286,28 @@ def rounded_gemm_hopper(
     n = n_start + gl.arange(0, BN, layout=W_AXIS)
     m = m_start + gl.arange(0, BM, layout=X_AXIS)
     nothing = gl.zeros([LEFT, RIGHT], SUM, layout=TILE)
-    total = nothing
     if EXACT:
-        n_scale = n if PER_ROW else n_start
-        for step in range(0, count - 1, 2):
-            group, late = first + step, step + STAGES
-            factor = _factor(
-                w_scale, x_scale, n_scale, m, M, group, groups, block_rows, GROUPS, PER_ROW, SWAP
-            )
-            factor_odd = _factor(
-                w_scale,
-                x_scale,
-                n_scale,
-                m,
-                M,
-                group + 1,
-                groups,
-                block_rows,
-                GROUPS,
-                PER_ROW,
-                SWAP,
-            )
-            even = _start(w_ring, x_ring, ready, step, nothing, False, SWAP)
-            odd = _start(w_ring, x_ring, ready, step + 1, nothing, False, SWAP)
-            total = _added(total, warpgroup_mma_wait(1, deps=[even]), factor, GROUPS)
-            _refill(
-                w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, late, late < count
-            )
-            total = _added(total, warpgroup_mma_wait(0, deps=[odd]), factor_odd, GROUPS)
-            late += 1
-            _refill(
-                w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, late, late < count
-            )
-        if count % 2 == 1:
-            group = first + count - 1
-            factor = _factor(
-                w_scale, x_scale, n_scale, m, M, group, groups, block_rows, GROUPS, PER_ROW, SWAP
-            )
-            even = _start(w_ring, x_ring, ready, count - 1, nothing, False, SWAP)
-            total = _added(total, warpgroup_mma_wait(0, deps=[even]), factor, GROUPS)
+        total = _promoted_sums(
+            w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, count, nothing,
+            w_scale, x_scale, n if PER_ROW else n_start, m, M, groups, block_rows,
+            GROUPS, PER_ROW, SWAP,
+        )  # fmt: skip
     else:
-        for step in range(count):
-            total = _start(w_ring, x_ring, ready, step, total, True, SWAP)
-            total = warpgroup_mma_wait(1, deps=[total])
-            late = step - 1 + STAGES
-            _refill(
-                w_desc,
-                x_desc,
-                w_ring,
-                x_ring,
-                ready,
-                n_start,
-                m_start,
-                first,
-                late,
-                (step > 0) & (late < count),
-            )
-        total = warpgroup_mma_wait(0, deps=[total])
+        total = _plain_sums(
+            w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, count, nothing, SWAP
+        )
 
     w_axis: gl.constexpr = 1 if SWAP else 0
     is_last = True
     if SPLIT:
-        base = partial + (tile * splits).to(gl.int64) * (BN * BM)
-        base += gl.expand_dims(gl.arange(0, BN, layout=W_AXIS), w_axis) * BM
-        base += gl.expand_dims(gl.arange(0, BM, layout=X_AXIS), 1 - w_axis)
-        gl.store(base + split * (BN * BM), total)
-        gl.thread_barrier()
-        is_last = gl.atomic_add(locks + tile, 1, sem="acq_rel") == splits - 1
+        place = partial + (tile * splits).to(gl.int64) * (BN * BM)
+        place += gl.expand_dims(gl.arange(0, BN, layout=W_AXIS), w_axis) * BM
+        place += gl.expand_dims(gl.arange(0, BM, layout=X_AXIS), 1 - w_axis)
+        there = gl.expand_dims(m < M, 1 - w_axis)
+        total, is_last = sum_of_parts(
+            total, nothing, place, BN * BM, locks + tile, split, splits, there
+        )
     if is_last:
-        if SPLIT:
-            total = nothing
-            for part in range(splits):
-                total += gl.load(base + part * (BN * BM), cache_modifier=".cg")
-            gl.store(locks + tile, 0)
         y = _finished(
             total, w_scale, x_scale, w_sums, bias, n, m, M, N, x_step, GROUPS, ZEROS, SWAP
         )
@@ -323,6 +348,7 @@ def launch_hopper(
 
 @functools.cache
 def layout_of_tile(rows: int, columns: int, integers: bool) -> gl.NVMMASharedLayout:
+    """How a tile of codes lies in shared memory: swizzled, as tensor cores read it."""
     return gl.NVMMASharedLayout.get_default_for(
         [rows, columns], gl.int8 if integers else gl.float8e4nv
     )
