@@ -1,4 +1,4 @@
-"""Weights of up to four bits in every form, and their values in float64 by QuantTensor's formulas."""
+"""Weights of up to four bits in every form, and their values in float64 by their formulas."""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tests.runtime.nibble_cases import BF16, CASES, F16, F32, NF4, Case, allowed, make_weight
+from quantload.errors import ShapeError
+from quantload.quant.grid import INT4, int_grid, uint_grid
+from tests.runtime.nibble_cases import BF16, CASES, F16, F32, Case, allowed, make_weight
 
 INTERPRETED_PLANS = {
     "decode": {"rows": 16, "tokens": 16, "stages": 1},
@@ -43,19 +45,88 @@ def check(nibble, weight, m, dtype, device, settings, *, bias=False):
     if offset is not None:
         exact = exact + offset.double()
         error = error + 2 * exact.abs() * torch.finfo(dtype).eps
-    assert y.shape == (m, n) and y.dtype == dtype
+    assert y.shape == (m, n)
+    assert y.dtype == dtype
     worst = ((y.double() - exact).abs() / error).max().item()
     assert worst <= 1, f"{worst:.3g} times the allowed error"
 
 
-@pytest.mark.parametrize("case", CASES)
+# every form of a part once; all cases run on the card, in test_nibble_cuda
+FORMS = (
+    "int4-g128-act-order",
+    "int4-g32-zero",
+    "int4-channel",
+    "uint4-g64-offset",
+    "uint2-g32-offset-outer-values",
+    "mxfp4",
+    "nvfp4",
+    "nf4-g64",
+)
+
+
+@pytest.mark.parametrize("case", FORMS)
 def test_every_form_gives_the_product(nibble, kernel_device, case):
     check(nibble, make_weight(CASES[case], 20, 512), 3, F16, kernel_device,
           INTERPRETED_PLANS["decode split"], bias=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", INTERPRETED_PLANS)
-@pytest.mark.parametrize("case", ["int4-g128", "int4-g32-zero", "mxfp4"])
-def test_every_kernel_gives_the_product(nibble, kernel_device, case, plan):
-    check(nibble, make_weight(CASES[case], 40, 288), 17, BF16, kernel_device,
+def test_every_kernel_gives_the_product(nibble, kernel_device, plan):
+    check(nibble, make_weight(CASES["int4-g128"], 20, 288), 17, BF16, kernel_device,
           INTERPRETED_PLANS[plan])  # fmt: skip
+
+
+def test_a_custom_op_serves_any_leading_dimensions_and_no_tokens(nibble, kernel_device):
+    from quantload.runtime.kernels.nibble_weight import pack
+
+    weight = make_weight(CASES["int4-g64"], 16, 256)
+    packed = pack(weight.to(kernel_device), dtype=F16, device=kernel_device)
+    x = torch.randn(2, 1, 256).to(kernel_device, F16)
+    y = nibble.nibble_linear(x, packed)
+    assert y.shape == (2, 1, 16)
+    exact, error = allowed(x.flatten(0, 1), weight.to(kernel_device), rounds_values=False)
+    assert ((y.flatten(0, 1).double() - exact).abs() <= error).all()
+    assert nibble.nibble_linear(x[:0], packed).shape == (0, 1, 16)
+    with pytest.raises(ShapeError, match="`255` features, the weight expects `256`"):
+        nibble.nibble_linear(x[..., 1:], packed)
+
+
+@pytest.mark.parametrize("case", ["int4-g32-zero-act-order", "mxfp4", "int4-channel-zero"])
+def test_the_values_of_a_packed_weight_are_those_of_the_weight(nibble, kernel_device, case):
+    from quantload.runtime.kernels.nibble_weight import pack
+
+    weight = make_weight(CASES[case], 6, 160)
+    packed = pack(weight, dtype=BF16, device=kernel_device)
+    values = nibble.weight_values(packed, F32)
+    torch.testing.assert_close(values.cpu(), weight.dequantize(F32), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case(INT4, 24), "groups of 24 columns"),
+        (Case(int_grid(5), 32), "more than 4 bits"),
+        (Case(uint_grid(4), 16, offset=F32), "groups of 16 columns with float32 scales"),
+    ],
+)
+def test_what_has_no_layout_is_refused_with_the_reason(case, reason):
+    from quantload.runtime.kernels.nibble_weight import why_not_form
+
+    assert reason in why_not_form(make_weight(case, 8, 96))
+
+
+def test_a_plan_is_an_entry_of_a_table_and_back():
+    from quantload.runtime.kernels.nibble_plan import Plan
+
+    for plan in (Plan("dense"), Plan("mid", rows=128, after=False), Plan("decode", tma=True)):
+        assert Plan.from_settings(plan.settings()) == plan
+
+
+def test_scales_that_are_no_plain_bytes_are_kept_wider(kernel_device):
+    from quantload.runtime.kernels.nibble_weight import pack
+
+    weight = make_weight(CASES["nvfp4"], 4, 64)
+    assert pack(weight, dtype=BF16, device=torch.device("cpu")).kind == "e4m3"
+    weight.scale.view(torch.uint8)[1, 2] = 127  # NaN
+    packed = pack(weight, dtype=BF16, device=torch.device("cpu"))
+    assert packed.kind == "bf16"
