@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from quantload.layers.inputs import RoundedInput
 from quantload.layers.linear import DenseLinear, QuantLinear
-from quantload.quant.activation import fake_quantize
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import InputScheme, Scheme
 from quantload.quant.stacking import stack, why_not_stackable
 from quantload.runtime.gemm import usable_input
-from quantload.runtime.grouped_gemm import new_stack, why_not_device, why_not_dtype
+from quantload.runtime.grouped_gemm import new_stack, rounding_of, why_not_device, why_not_dtype
 
 if TYPE_CHECKING:
     from quantload.runtime.kernels.grouped_layout import ExpertStack, GroupedWeight, Rows
@@ -260,7 +259,9 @@ def shared_input(
     """Return what rounds rows of all experts that are on the shelf, or None."""
     if input is None:
         return None
-    return partial(expert.rounding or fake_quantize, scheme=input)
+    if expert.rounding is not None:
+        return partial(expert.rounding, scheme=input)
+    return rounding_of(input, expert.dtype, expert.columns)
 
 
 def round_once(experts: Sequence[ExpertLinear]) -> Callable[[Tensor], Tensor] | None:

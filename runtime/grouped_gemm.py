@@ -11,18 +11,21 @@ Letters: E experts held here, S pairs, T tokens, k experts of a token, N and K a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from quantload.errors import ShapeError
+from quantload.quant.activation import fake_quantize
+from quantload.quant.scheme import InputScheme
 
 if TYPE_CHECKING:
     from quantload.runtime.kernels.grouped_layout import ExpertStack, GroupedWeight, Rows
     from quantload.runtime.kernels.grouped_product import GatedActivation, Routing
 
-__all__ = ["GroupedLinear", "new_stack", "why_not_device", "why_not_dtype"]
+__all__ = ["GroupedLinear", "new_stack", "rounding_of", "why_not_device", "why_not_dtype"]
 
 
 def why_not_device(device: torch.device) -> str | None:
@@ -56,6 +59,22 @@ def new_stack(experts: int, rows: Rows, dtype: torch.dtype) -> ExpertStack:
     from quantload.runtime.kernels.grouped_layout import ExpertStack
 
     return ExpertStack(experts, rows, dtype)
+
+
+def rounding_of(
+    scheme: InputScheme, dtype: torch.dtype, features: int
+) -> Callable[[Tensor], Tensor]:
+    """Return what rounds rows of an input: one launch, where a kernel does it.
+
+    Args:
+        scheme: Dynamic, each row by itself.
+        dtype: dtype of the rows.
+        features: K.
+    """
+    from quantload.runtime.kernels.round_rows import round_rows, why_not
+
+    kernel = round_rows if why_not(scheme, dtype, features) is None else fake_quantize
+    return partial(kernel, scheme=scheme)
 
 
 class GroupedLinear(nn.Module):
