@@ -111,9 +111,15 @@ def kernels_for(weight: NibbleWeight, tokens: int) -> tuple[str, ...]:
     """Return the names of the device functions that a product with `tokens` tokens launches."""
     plan = plan_for(weight, tokens, weight.words.device)
     names = ("gather_kernel",) if weight.columns is not None else ()
-    if plan.path == "dense":
+    path: str = plan.path
+    if path == "dense":
         return (*names, "dense_kernel", "cuBLAS")
-    return (*names, f"{plan.path}_kernel")
+    if path == "async" and not _overlaps(weight):
+        path = "mid"
+    width = weight.features if weight.columns is None else weight.columns.shape[0]
+    if path in ("mid", "async") and width * weight.dtype.itemsize % 16:
+        path = "decode"  # the copy engine cannot read such rows
+    return (*names, f"{path}_kernel")
 
 
 def run(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) -> Tensor:
