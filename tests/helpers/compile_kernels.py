@@ -1,6 +1,6 @@
 """Compile what calls of quantized layers launch, for a card that is not here; prints JSON.
 
-    python tests/helpers/compile_kernels.py 90 W4A16:1,64 FP8_DYNAMIC:16 float16/W8A16:1
+    python tests/helpers/compile_kernels.py 90 W4A16:1,64 FP8_DYNAMIC:16 float16/W8A16@77x1000:1
     python tests/helpers/compile_kernels.py 90 norms attention experts
 
 A process of its own, since kernels that were imported for Triton's interpreter cannot be compiled.
@@ -19,7 +19,7 @@ from quantload.quant.activation import with_input_scale
 from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import parse_scheme
 
-N, K = 512, 1024
+SHAPE = (512, 1024)
 
 
 def built(kernels):
@@ -28,29 +28,35 @@ def built(kernels):
     ]
 
 
-def layer(name, dtype):
-    """A layer as a loaded model has it, packed for the pretended card."""
+def layer(name, dtype, n, k):
+    """A layer [n, k] as a loaded model has it, packed for the pretended card."""
     scheme = parse_scheme(name)
     generator = torch.Generator().manual_seed(0)
-    weight = quantize_rtn(torch.randn(N, K, generator=generator).to(dtype), scheme.weight)
+    dense = torch.randn(-(-n // 128) * 128, -(-k // 128) * 128, generator=generator)
+    weight = quantize_rtn(dense.to(dtype), scheme.weight).rows(0, n).columns(0, k)
     if scheme.input is not None and scheme.input.needs_scale:
         weight = with_input_scale(weight, scheme.input, absmax=4.0)
-    made = QuantLinear(K, N, bias=False, scheme=scheme, dtype=dtype, prefix=name)
+    made = QuantLinear(k, n, bias=False, scheme=scheme, dtype=dtype, prefix=name)
     made.receive("weight", 0, weight)
     made.finish(CUDA)
     return made
 
 
-def calls(name, tokens, dtype, capability):
+def calls(text, capability):
     """What a layer's calls compile, and what it says that they launch."""
+    dtype, _, rest = text.rpartition("/")
+    rest, _, tokens = rest.rpartition(":")
+    name, _, shape = rest.partition("@")
+    n, k = map(int, shape.split("x")) if shape else SHAPE
+    dtype = getattr(torch, dtype or "bfloat16")
     with pretended_card(capability) as compiled:
-        made = layer(name, dtype)
+        made = layer(name, dtype, n, k)
         packed, rows = packed_in(made.gemm), []
-        for m in tokens:
+        for m in map(int, tokens.split(",")):
             start = len(compiled)
             with torch.no_grad():
-                y = made(on_card(torch.randn(m, K).to(dtype)))
-            assert y.shape == (m, N)
+                y = made(on_card(torch.randn(m, k).to(dtype)))
+            assert y.shape == (m, n)
             told = packed.kernels_for(m) if hasattr(packed, "kernels_for") else ()
             rows.append({"tokens": m, "built": built(compiled[start:]), "told": list(told)})
         return {
@@ -182,11 +188,7 @@ def main():
         if text in OTHERS:
             results.append(others(text, int(capability)))
             continue
-        dtype, _, rest = text.rpartition("/")
-        name, _, tokens = rest.rpartition(":")
-        numbers = [int(m) for m in tokens.split(",")]
-        dtype = getattr(torch, dtype or "bfloat16")
-        results.append(calls(name, numbers, dtype, int(capability)))
+        results.append(calls(text, int(capability)))
     sys.stdout.write(json.dumps(results) + "\n")
 
 

@@ -69,6 +69,14 @@ def test_every_scheme(capability, scheme):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A16", "MXFP4A16", "W8A8", "FP8_BLOCK", "W4AFP8"])
+def test_ragged_shapes(scheme):
+    """Sizes of 1 are constants to Triton, and code that takes them for tensors does not compile."""
+    for result in compiled(90, *(f"{scheme}@{s}:1,17,130" for s in ("1x1", "1x4096", "77x1000"))):
+        check(result)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["norms", "attention", "rounding", "experts"])
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_what_else_a_model_runs(capability, what):
