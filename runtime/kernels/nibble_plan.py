@@ -88,14 +88,22 @@ def plan_for(weight: NibbleWeight, tokens: int, device: torch.device) -> Plan:
     settings = launch_settings.find(
         kernel_name(weight), device, m=tokens, n=rows, k=weight.features
     )
-    plan = None if settings is None else Plan.from_settings(settings)
-    if plan is None:
-        plan = by_rule(tokens, (blocks, rows, columns), card_of(device))
-    if weight.offset is not None and plan.path != "dense":
-        plan = by_rule(
-            tokens, (blocks, rows, columns), replace(card_of(device), has_copy_engine=False)
-        )
+    card = card_of(device)
+    if settings is not None:
+        plan = Plan.from_settings(settings)
+    else:
+        plan = by_rule(tokens, (blocks, rows, columns), card)
+    if not _is_served(plan, weight):
+        plan = by_rule(tokens, (blocks, rows, columns), replace(card, has_copy_engine=False))
     return fitted(plan, weight)
+
+
+def _is_served(plan: Plan, weight: NibbleWeight) -> bool:
+    """True if the kernel of a plan reads weights of this kind, and inputs of this width."""
+    if plan.path in ("decode", "dense"):
+        return True
+    is_aligned = weight.columns is not None or weight.features % 8 == 0
+    return weight.offset is None and (is_aligned or plan.path not in ("mid", "async"))
 
 
 def fitted(plan: Plan, weight: NibbleWeight) -> Plan:
