@@ -16,7 +16,6 @@ from quantload.runtime.launch_settings import Settings, find
 
 __all__ = ["candidates", "family", "is_hopper", "rule", "settings_of"]
 
-_HOPPER_GROUP = 128
 _SHARED = 232448 - 1024  # bytes that a program may use on sm_90
 
 
@@ -58,9 +57,8 @@ def rule(packed: PackedRounded, m: int) -> Settings:
 
 
 def is_hopper(packed: PackedRounded) -> bool:
-    """True if `rounded_hopper` serves: sm_90, rows of whole 16 bytes, groups of 128."""
-    aligned = packed.codes.shape[1] % 16 == 0
-    return aligned and packed.group in (0, _HOPPER_GROUP) and _card(packed.codes.device)[2]
+    """True if `rounded_hopper` serves: sm_90, and rows of whole 16 bytes."""
+    return packed.codes.shape[1] % 16 == 0 and _card(packed.codes.device)[2]
 
 
 def _fits(packed: PackedRounded, found: Settings, shared: int) -> bool:
@@ -83,10 +81,11 @@ def _rule_hopper(packed: PackedRounded, m: int, processors: int) -> Settings:
     if m > 64:
         bn = 64 if triton.cdiv(n, 128) * triton.cdiv(m, 128) < processors else 128
         if packed.group and packed.block_rows % bn:
-            return {"bn": 128, "bm": 128, "bk": 128, "stages": 4, "warps": 8, "splits": 1,
-                    "swap": 0, "exact": 1, "band": 8}  # fmt: skip
-        return {"wide": 1, "bn": bn, "stages": 8 if bn == 64 else 6, "band": 4, "registers": 208}
-    bk, stages = (packed.group, 8) if packed.group else (256, 4)
+            return {"bn": 64, "bm": 64, "bk": packed.group, "stages": 1024 // packed.group,
+                    "warps": 4, "splits": 1, "swap": 0, "exact": 1, "band": 8}  # fmt: skip
+        stages = (8 if bn == 64 else 6) * 128 // (packed.group or 128)
+        return {"wide": 1, "bn": bn, "stages": min(stages, 16), "band": 4, "registers": 208}
+    bk, stages = (packed.group, min(16, 1024 // packed.group)) if packed.group else (256, 4)
     swap = int(m <= 32 or not packed.group)
     bm = max(8, triton.next_power_of_2(m)) if swap else 64
     # two programs for each processor, where their sums are small
@@ -134,7 +133,9 @@ def _narrow_candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> I
         (64, 256, 4), (64, 256, 6), (64, 512, 2), (128, 256, 3), (128, 128, 6), (64, 128, 8),
     )  # fmt: skip
     if group:
-        tiles = ((64, group, 8), (64, group, 12), (128, group, 6), (128, group, 8))
+        deep = 128 // group
+        tiles = ((64, group, 8 * deep), (64, group, 12 * deep), (128, group, 6 * deep),
+                 (128, group, 8 * deep))  # fmt: skip
     for bn, bk, stages in tiles:
         for swap in (1, 0) if group and m > 32 else (1,):
             height = bm if swap else 64

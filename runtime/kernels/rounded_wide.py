@@ -207,7 +207,7 @@ def launch_wide(
     s: Settings,
 ) -> None:  # fmt: skip
     """Multiply with the given settings into out [M, N]; see `PackedRounded` and `rounded`."""
-    (m, k), n, bn, bk = codes.shape, out.shape[1], s["bn"], 128
+    (m, k), n, bn, bk = codes.shape, out.shape[1], s["bn"], packed.group or 128
     integers = codes.dtype == torch.int8
     tiles = triton.cdiv(n, bn) * triton.cdiv(m, 2 * _HALF)
     processors = torch.cuda.get_device_properties(codes.device).multi_processor_count
