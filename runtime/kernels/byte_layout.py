@@ -204,7 +204,8 @@ def pack_bytes(raw: Tensor, *, columns: int) -> Tensor:
     if missing:
         raw = torch.nn.functional.pad(raw, (0, missing))
     parts = raw.unflatten(-1, (-1, 2, columns)).movedim(-3, -4)  # [..., B, N, 2, C]
-    return parts.transpose(-1, -2).contiguous().view(torch.int16).squeeze(-1)
+    words: Tensor = parts.transpose(-1, -2).contiguous().view(torch.int16).squeeze(-1)
+    return words
 
 
 def unpack_bytes(words: Tensor, features: int) -> Tensor:

@@ -15,8 +15,7 @@ sums them in order. Masked: tokens past M, columns past K; rows past N repeat th
 not stored. Nothing must be aligned. Limit: memory up to about 64 tokens, tensor cores above; from
 `MOST_FUSED` tokens on the caller dequantizes instead, which reads and writes 3 bytes a weight once.
 
-The kernel starts while its predecessor ends (PDL, sm_90): it asks for the first weights, which
-nobody writes, and waits before it reads x or writes anything.
+On sm_90 `pairs_hopper` does the same.
 
 Letters: M tokens, N output features, K input features, G groups of columns, R blocks of rows (r is
 that of n), C columns of a slice, CS columns of a step of it.
@@ -32,29 +31,13 @@ from torch import Tensor
 from quantload.errors import ShapeError
 from quantload.runtime.kernels.byte_dequantize import dequantize
 from quantload.runtime.kernels.byte_layout import PackedBytes
-from quantload.runtime.kernels.byte_settings import Settings, card, settings_for
+from quantload.runtime.kernels.byte_settings import Settings, settings_for
 from quantload.runtime.kernels.byte_unpack import INTERPRETED, scale_values, unpack2
 from quantload.runtime.kernels.split_locks import split_locks
 
-__all__ = ["DTYPES", "byte_linear", "launch", "prefetch_rows", "store_tile", "sum_of_splits"]
+__all__ = ["DTYPES", "byte_linear", "launch", "store_tile", "sum_of_splits"]
 
 DTYPES = (torch.bfloat16, torch.float16)
-_AHEAD = 16  # blocks of weights that a program asks for before its predecessor has ended
-
-
-@triton.jit
-def prefetch_rows(start, stride, blocks, LINES: tl.constexpr):
-    """Ask for LINES lines of 128 bytes from the address `start` on, of each of so many blocks."""
-    lines = start + tl.arange(0, LINES) * 128
-    for i in range(0, blocks):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            args=[lines + i.to(tl.int64) * stride],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -63,13 +46,13 @@ def _group(index, slices_per_group, G):
     return tl.minimum(index // slices_per_group, G - 1)
 
 
-@triton.jit(do_not_specialize=("M", "G", "R", "blocks", "splits", "block_rows", "ahead"))
+@triton.jit(do_not_specialize=("M", "G", "R", "blocks", "splits", "block_rows"))
 def byte_gemm_kernel(  # noqa: C901 - what is not there is compiled out
     x, codes, scale, zero, outer, bias, out, partial, locks,
-    M, N, K, G, R, stride_x, blocks, splits, block_rows, ahead,
+    M, N, K, G, R, stride_x, blocks, splits, block_rows,
     BN: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, CS: tl.constexpr, FORM: tl.constexpr,
     SLICES: tl.constexpr, PAIRED: tl.constexpr, WHOLE_K: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, GROUP_M: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
+    STAGES: tl.constexpr, GROUP_M: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Write one tile; SLICES are of one group, with PAIRED both slices of a block are."""
     STEPS: tl.constexpr = C // CS
@@ -89,13 +72,6 @@ def byte_gemm_kernel(  # noqa: C901 - what is not there is compiled out
     first = (split * blocks) // splits
     last = ((split + 1) * blocks) // splits
     of_rows = rows[:, None] * C + c[None, :]
-    first_words = codes + first.to(tl.int64) * N * C
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        if n0 + BN <= N:
-            start = (first_words + n0 * C).to(tl.int64)
-            prefetch_rows(start, 2 * N * C, tl.minimum(last - first, ahead), BN * C * 2 // 128)
-        tl.extra.cuda.gdc_wait()
     x_at = x + m[None, :].to(tl.int64) * stride_x + c[:, None]
     of_token = m[None, :] < M
     acc = tl.full((BN, BM), 0.0, tl.float32)
@@ -262,18 +238,14 @@ def launch(
     if splits > 1:
         partial = x.new_empty(tiles * splits * rows * tokens, dtype=torch.float32)
         locks = split_locks(x.device, tiles)
-    overlaps = card(x.device)[2]
     byte_gemm_kernel[(tiles, splits)](
         x, codes, scale, zero, outer, bias, out, partial, locks,
         m, n, k, groups, row_blocks, x.stride(0), blocks, splits, block_rows,
-        settings.get("ahead", _AHEAD),
         BN=rows, BM=tokens, C=columns, CS=settings["step"], FORM=form,
         SLICES=1 if scale is None else slices_per_group,
         PAIRED=scale is None or slices_per_group % 2 == 0, WHOLE_K=k == 2 * columns * blocks,
         SPLIT=splits > 1, STAGES=settings["stages"], GROUP_M=8,
-        EARLY=overlaps,
         INTERPRETED=INTERPRETED, num_warps=settings["warps"],
-        **({"launch_pdl": True} if overlaps else {}),
     )  # fmt: skip
 
 

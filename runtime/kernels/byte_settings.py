@@ -33,12 +33,12 @@ Settings = Mapping[str, int]
 
 @functools.cache
 def card(device: torch.device) -> tuple[int, int, bool]:
-    """Return the processors, bytes of shared memory of a program, and whether launches overlap."""
+    """Return the processors, bytes of shared memory of a program, and whether it has wgmma."""
     if device.type != "cuda":
         return 8, 1 << 20, False  # the interpreter; few processors, so that small tests split K
     properties = torch.cuda.get_device_properties(device)
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return properties.multi_processor_count, shared, properties.major >= 9
+    return properties.multi_processor_count, shared, properties.major == 9
 
 
 def kernel_name(form: str, grouped: bool) -> str:

@@ -14,8 +14,7 @@ sums them in order. Masked: tokens past M, columns past K; rows past N repeat th
 not stored. Nothing must be aligned. Limit: memory up to about 64 tokens, tensor cores above; with
 many tokens the caller dequantizes instead.
 
-The kernel starts while its predecessor ends (PDL, sm_90), asks for the first weights, which nobody
-writes, and waits before it reads x or writes anything.
+On sm_90 `pairs_hopper` does the same.
 
 Letters: M tokens, N output features, K input features, G groups of columns, R blocks of rows (r is
 that of n), C columns of a slice.
@@ -29,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantload.errors import ShapeError
-from quantload.runtime.kernels.byte_linear import prefetch_rows, store_tile, sum_of_splits
+from quantload.runtime.kernels.byte_linear import store_tile, sum_of_splits
 from quantload.runtime.kernels.byte_settings import card
 from quantload.runtime.kernels.byte_unpack import scale_values
 from quantload.runtime.kernels.nibble_rounded_layout import (
@@ -41,8 +40,6 @@ from quantload.runtime.kernels.nibble_rounded_settings import Settings, settings
 from quantload.runtime.kernels.split_locks import split_locks
 
 __all__ = ["launch", "nibble_rounded_linear"]
-
-_AHEAD = 16  # blocks of weights that a program asks for before its predecessor has ended
 
 
 @triton.jit
@@ -61,13 +58,13 @@ def _first_product(w, x, INT: tl.constexpr):
         return tl.dot(w, x, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=("M", "G", "R", "blocks", "splits", "block_rows", "ahead"))
-def nibble_rounded_kernel(  # noqa: C901 - what is not there is compiled out
+@triton.jit(do_not_specialize=("M", "G", "R", "blocks", "splits", "block_rows"))
+def nibble_rounded_kernel(
     x, x_scale, pairs, scale, outer, bias, out, partial, locks,
-    M, N, K, G, R, x_step, blocks, splits, block_rows, ahead,
+    M, N, K, G, R, x_step, blocks, splits, block_rows,
     BN: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr, INT: tl.constexpr,
     SLICES: tl.constexpr, PAIRED: tl.constexpr, WHOLE_K: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, GROUP_M: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
+    STAGES: tl.constexpr, GROUP_M: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Write one tile; SLICES are of one group, with PAIRED both slices of a block are."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -84,12 +81,6 @@ def nibble_rounded_kernel(  # noqa: C901 - what is not there is compiled out
     first = (split * blocks) // splits
     last = ((split + 1) * blocks) // splits
     at = pairs + first.to(tl.int64) * N * C + rows[:, None] * C + c[None, :]
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        if n0 + BN <= N:
-            start = (pairs + first.to(tl.int64) * N * C + n0 * C).to(tl.int64)
-            prefetch_rows(start, N * C, tl.minimum(last - first, ahead), BN * C // 128)
-        tl.extra.cuda.gdc_wait()
     x_at = x + m[None, :].to(tl.int64) * K + c[:, None]
     of_token = m[None, :] < M
     acc = tl.full((BN, BM), 0, tl.int32 if INT and scale is None else tl.float32)
@@ -233,19 +224,16 @@ def launch(
         size = tiles * splits * rows * tokens
         partial = torch.empty(size, dtype=torch.float32, device=codes.device)
         locks = split_locks(codes.device, tiles)
-    early = card(codes.device)[2]
     interpreted_floats = INTERPRETED.value and form != "int"
     nibble_rounded_kernel[(tiles, splits)](
         codes.float() if interpreted_floats else codes,
         x_scale, pairs.view(torch.int8), scale, outer, bias, out, partial, locks,
         m, n, k, groups, row_blocks, 0 if x_scale.numel() == 1 else 1, blocks, splits, block_rows,
-        settings.get("ahead", _AHEAD),
         BN=rows, BM=tokens, C=columns, FORM=form, INT=form == "int",
         SLICES=1 if scale is None else slices_per_group,
         PAIRED=scale is None or slices_per_group % 2 == 0, WHOLE_K=k == 2 * columns * blocks,
-        SPLIT=splits > 1, STAGES=settings["stages"], GROUP_M=8, EARLY=early,
+        SPLIT=splits > 1, STAGES=settings["stages"], GROUP_M=8,
         INTERPRETED=INTERPRETED, num_warps=settings["warps"],
-        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 

@@ -184,7 +184,8 @@ def pack_pairs(nibbles: Tensor, *, columns: int) -> Tensor:
     if missing:
         nibbles = torch.nn.functional.pad(nibbles, (0, missing))
     parts = nibbles.unflatten(-1, (-1, 2, columns)).movedim(-3, -4)  # [..., B, N, 2, C]
-    return (parts[..., 0, :] | (parts[..., 1, :] << 4)).contiguous()
+    pairs: Tensor = (parts[..., 0, :] | (parts[..., 1, :] << 4)).contiguous()
+    return pairs
 
 
 def unpack_pairs(pairs: Tensor, features: int) -> Tensor:
