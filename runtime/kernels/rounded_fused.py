@@ -11,7 +11,6 @@ Limit: memory.
 Letters: M tokens, N output features, K input features, BN, BK tiles of W.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, type-arg"
 from __future__ import annotations
 
 import torch

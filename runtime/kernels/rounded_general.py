@@ -10,7 +10,6 @@ M and N, columns past K. No alignment needed.
 Letters: M tokens, N output features, K input features, BM, BN, BK their tiles.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
 import triton

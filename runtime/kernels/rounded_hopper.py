@@ -22,7 +22,6 @@ are contiguous, K a multiple of 16. Limit: memory up to about 128 tokens, tensor
 Letters: M tokens, N output features, K input features, BM, BN, BK their tiles.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, type-arg"
 from __future__ import annotations
 
 import functools

@@ -14,7 +14,6 @@ Grid: processors. Masked: rows past M and N. K is a multiple of 16. Limit: tenso
 Letters: M tokens, N output features, K input features, BN, BK tiles of W.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, type-arg"
 from __future__ import annotations
 
 import torch
