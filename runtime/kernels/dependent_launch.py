@@ -33,6 +33,7 @@ from triton.language.extra import cuda
 __all__ = [
     "INTERPRETED",
     "LARGEST",
+    "SMALLEST",
     "SUM",
     "Ahead",
     "ahead_of",
@@ -45,7 +46,7 @@ __all__ = [
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # What `tl.reduce` combines by; named as they are, the interpreter reduces at once and not in pairs.
 SUM = tl.standard._sum_combine
-LARGEST = tl.standard._elementwise_max
+LARGEST, SMALLEST = tl.standard._elementwise_max, tl.standard._elementwise_min
 _PIECE = 1024  # bytes that one thread asks for
 AHEAD_BYTES = 8 << 20  # most that is fetched while one kernel runs
 

@@ -1,0 +1,158 @@
+"""The router of a block of experts in one launch: product, softmax and choice of the best.
+
+    logits = round(x @ W^T + bias)                                    [M, E]
+    softmax first    p = softmax(logits) in float32; the k largest; divided by their sum if asked
+    softmax last     the k largest logits; softmax over these, in float32
+
+Of equal experts the first is taken. Weights are rounded to x's dtype.
+
+Grid: (M, parts of E). Each program makes the logits of its experts of one token; the last one of a
+token to finish chooses. Masked: experts past E, columns past H. Limit: latency. For few tokens:
+each reads the whole weight.
+
+Letters: M tokens, H width, E experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantload.runtime.kernels.dependent_launch import (
+    LARGEST,
+    SMALLEST,
+    SUM,
+    launches_early,
+    let_next_start,
+    wait_for_previous,
+)
+from quantload.runtime.kernels.split_locks import prepare, split_locks
+
+__all__ = ["MOST_EXPERTS", "MOST_TOKENS", "route_to_experts"]
+
+MOST_EXPERTS = 1024
+MOST_TOKENS = 64
+_EXPERTS, _COLUMNS = 8, 512  # of a program: experts, columns at once
+
+
+def route_to_experts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    k: int,
+    softmax_first: bool,
+    normalized: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits [M, E], weights [M, k] in x's dtype and experts [M, k] int64.
+
+    Args:
+        x: [M, H] bfloat16, float16 or float32.
+        weight: [E, H] of the same dtype, at most `MOST_EXPERTS` rows.
+        bias: [E] or None.
+        k: Experts of a token.
+        softmax_first: See above.
+        normalized: Divide the k largest by their sum; of softmax first.
+    """
+    prepare(x.device)
+    logits, weights, experts = _route(x, weight, bias, k, softmax_first, normalized)
+    return logits, weights, experts
+
+
+@torch.library.custom_op("quantload::route_to_experts", mutates_args=())
+def _route(
+    x: Tensor, weight: Tensor, bias: Tensor | None, k: int, softmax_first: bool, normalized: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits, weights, experts = _empty_results(x, weight, k)
+    count, width = weight.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    early = launches_early(x.device)
+    parts = triton.cdiv(count, _EXPERTS)
+    with torch.cuda.device_of(x):
+        if len(x):
+            _router_kernel[(len(x), parts)](
+                x, weight, weight if bias is None else bias, logits, weights, experts,
+                split_locks(x.device, len(x)), count, width, x.stride(0), k, parts,
+                EXPERTS=_EXPERTS, COLUMNS=_COLUMNS, ALL=triton.next_power_of_2(count),
+                BIAS=bias is not None, FIRST=softmax_first, NORMALIZED=normalized, EARLY=early,
+                num_warps=4, **({"launch_pdl": True} if early else {}),
+            )  # fmt: skip
+    return logits, weights, experts
+
+
+def _empty_results(x: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    logits, weights = x.new_empty(len(x), len(weight)), x.new_empty(len(x), k)
+    return logits, weights, x.new_empty(len(x), k, dtype=torch.int64)
+
+
+@_route.register_fake
+def _(x, weight, bias, k, softmax_first, normalized):
+    return _empty_results(x, weight, k)
+
+
+@triton.jit
+def _router_kernel(
+    x, weight, bias, logits, weights, experts, locks, count, width, stride, k, parts,
+    EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr, BIAS: tl.constexpr,
+    FIRST: tl.constexpr, NORMALIZED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    let_next_start(EARLY)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    e, c = part * EXPERTS + tl.arange(0, EXPERTS), tl.arange(0, COLUMNS)
+    there = e < count
+    base = weight + e.to(tl.int64)[:, None] * width + c[None, :]
+    w = tl.load(base, mask=there[:, None] & (c < width)[None, :], other=0.0)
+    wait_for_previous(EARLY)
+    acc = tl.full((EXPERTS, COLUMNS), 0.0, tl.float32)
+    for start in range(0, width, COLUMNS):
+        inside = start + c < width
+        more = there[:, None] & (start + COLUMNS + c < width)[None, :]
+        next_w = tl.load(base + start + COLUMNS, mask=more, other=0.0)
+        values = tl.load(x + row * stride + start + c, mask=inside, other=0.0).to(tl.float32)
+        acc += w.to(tl.float32) * values[None, :]
+        w = next_w
+    sums = tl.reduce(acc, 1, SUM)
+    if BIAS:
+        sums += tl.load(bias + e, mask=there, other=0.0).to(tl.float32)
+    tl.store(logits + row * count + e, sums.to(logits.dtype.element_ty), mask=there)
+    tl.debug_barrier()
+    done = tl.atomic_add(locks + row, 1, sem="acq_rel")
+    if done == parts - 1:
+        tl.debug_barrier()
+        tl.store(locks + row, 0)
+        i = tl.arange(0, ALL)
+        scores = tl.load(
+            logits + row * count + i, mask=i < count, other=float("-inf"), cache_modifier=".cg"
+        ).to(tl.float32)
+        _choose(scores, weights + row * k, experts + row * k, k, ALL, FIRST, NORMALIZED)
+
+
+@triton.jit
+def _choose(
+    scores, weights, experts, k, ALL: tl.constexpr, FIRST: tl.constexpr, NORMALIZED: tl.constexpr
+):
+    """Write the k best of scores [ALL], the best first."""
+    i = tl.arange(0, ALL)
+    highest = tl.reduce(scores, 0, LARGEST)
+    powers = tl.exp(scores - highest)
+    whole = tl.reduce(powers, 0, SUM)
+    left = powers / whole if FIRST else scores
+    chosen = i < 0
+    for j in range(k):
+        open_ones = tl.where(chosen, float("-inf"), left)
+        best = tl.reduce(open_ones, 0, LARGEST)
+        at = tl.reduce(tl.where(open_ones == best, i, ALL - 1), 0, SMALLEST)
+        tl.store(experts + j, at.to(tl.int64))
+        chosen = chosen | (i == at)
+    part = tl.where(chosen, powers, 0.0)
+    if FIRST:
+        part = part / whole
+    if NORMALIZED or not FIRST:
+        part = part / tl.reduce(part, 0, SUM)
+    tl.debug_barrier()
+    for j in range(k):
+        at = tl.load(experts + j)
+        value = tl.reduce(tl.where(i == at, part, 0.0), 0, SUM)
+        tl.store(weights + j, value.to(weights.dtype.element_ty))
