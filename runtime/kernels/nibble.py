@@ -145,19 +145,19 @@ def _in_packed_order(x: Tensor, columns: Tensor) -> Tensor:
 def _launch(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) -> Tensor:
     if plan.path == "dense":
         return _dense(x, weight, bias)
-    if plan.path == "async" and not _overlaps(weight):
+    if plan.path in ("async", "ws") and not _overlaps(weight):
         plan = replace(plan, path="mid", after=False)
     out = x.new_empty(x.shape[0], weight.rows)
     if plan.path == "gemv":
         _gemv(x, weight, bias, plan, out)
     elif plan.path == "parallel":
         _parallel(x, weight, bias, plan, out)
-    elif plan.path == "async" and _is_aligned(x):
+    elif plan.path in ("async", "ws") and _is_aligned(x):
         _async(x, weight, bias, plan, out)
     elif plan.path == "mid" and _is_aligned(x):
         _mid(x, weight, bias, plan, out)
     else:
-        if plan.path in ("mid", "async"):
+        if plan.path in ("mid", "async", "ws"):
             plan = fitted(
                 without_copy_engine(x.shape[0], _shape(weight), card_of(x.device)),
                 weight,
@@ -272,13 +272,16 @@ def _parallel(
 
 
 def _async(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor) -> None:
-    from quantload.runtime.kernels.nibble_async import async_kernel, described
+    from quantload.runtime.kernels import nibble_async, nibble_ws
+
+    async_kernel = (nibble_ws if plan.path == "ws" else nibble_async).async_kernel
+    described = nibble_async.described
 
     m, n = out.shape
     blocks, _, columns = weight.words.shape
     tiles = triton.cdiv(n, plan.rows) * triton.cdiv(m, plan.tokens)
     step = min(plan.step, columns)
-    async_kernel[(tiles,)](
+    async_kernel[(min(tiles, plan.splits * card_of(x.device).processors),)](
         described(x, [plan.tokens, step]),
         described(weight.words.view(-1, columns), [plan.rows, step]),
         weight.scale, weight.outer, bias, out, m, n, blocks,

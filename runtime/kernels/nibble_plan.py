@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "candidates", "kernel_name", "plan_for"]
 
-_Path = Literal["decode", "mid", "dense", "gemv", "parallel", "async"]
-_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "async")
+_Path = Literal["decode", "mid", "dense", "gemv", "parallel", "async", "ws"]
+_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "async", "ws")
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,14 @@ def _is_served(plan: Plan, weight: NibbleWeight) -> bool:
     if plan.path in ("decode", "dense"):
         return True
     is_aligned = weight.columns is not None or weight.features % 8 == 0
-    return weight.offset is None and (is_aligned or plan.path not in ("mid", "async"))
+    return weight.offset is None and (is_aligned or plan.path not in ("mid", "async", "ws"))
 
 
 def fitted(plan: Plan, weight: NibbleWeight) -> Plan:
     """Return the plan with as many parts of K, and blocks of a round, as the weight has."""
     blocks, _, columns = weight.words.shape
+    if plan.path in ("async", "ws"):
+        return plan
     if plan.path != "decode":
         return replace(plan, splits=max(1, min(plan.splits, blocks)))
     unroll = max(plan.unroll, 64 // columns)
