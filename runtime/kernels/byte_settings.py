@@ -13,7 +13,7 @@ import torch
 import triton
 
 from quantload.runtime.kernels.byte_layout import PackedBytes
-from quantload.runtime.kernels.pairs_settings import fits, hopper_rule
+from quantload.runtime.kernels.pairs_settings import fits, hopper_candidates, hopper_rule
 from quantload.runtime.launch_settings import find
 
 __all__ = [
@@ -81,23 +81,28 @@ def _shared_bytes(rows: int, tokens: int, step: int, stages: int) -> int:
     return 2 * step * (rows + 2 * tokens) * stages
 
 
-def candidates(m: int, n: int, k: int, columns: int = 64) -> Iterator[dict[str, int]]:
-    """Yield settings worth measuring on a card with 227 KiB of shared memory and 132 processors."""
-    tokens = max(8, min(128, triton.next_power_of_2(m)))
-    blocks = -(-k // (2 * columns))
-    shapes = ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4)) if m <= 64 else ((64, 4), (128, 4))
-    seen = set()
+def candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
+    """Yield settings worth measuring on the card that is here, for slices of 64 columns."""
+    if m >= 128:
+        yield {"dequantize": 1}
+    if card(torch.device("cuda"))[2]:
+        yield from hopper_candidates(m, n, k, 64, 2)
+    else:
+        yield from _candidates(m, n, k)
+
+
+def _candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
+    names = ("rows", "tokens", "warps", "stages", "step", "splits")
+    tokens, seen = max(8, min(128, triton.next_power_of_2(m))), set()
+    processors, shared, _ = card(torch.device("cuda"))
+    shapes = ((32, 1), (64, 2), (64, 4), (128, 4)) if m <= 64 else ((64, 4), (128, 4))
     for (rows, warps), stages, load in product(shapes, (3, 4, 6), (1, 2, 4, 8)):
-        if warps > rows // 16 or _shared_bytes(rows, tokens, columns, stages) > 200_000:
-            continue
         tiles = -(-n // rows) * -(-m // tokens)
-        splits = max(1, min(blocks, round(132 * load / tiles)))
-        key = (rows, tokens, warps, stages, columns, splits)
-        if key not in seen:
+        splits = max(1, min(-(-k // 128), round(processors * load / tiles)))
+        key = (rows, tokens, warps, stages, 64, splits)
+        if key not in seen and _shared_bytes(rows, tokens, 64, stages) <= shared:
             seen.add(key)
-            yield dict(
-                zip(("rows", "tokens", "warps", "stages", "step", "splits"), key, strict=True)
-            )
+            yield dict(zip(names, key, strict=True))
 
 
 def settings_for(

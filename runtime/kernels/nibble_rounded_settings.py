@@ -13,7 +13,7 @@ import triton
 
 from quantload.runtime.kernels.byte_settings import Settings, card
 from quantload.runtime.kernels.nibble_rounded_layout import PackedForBytes
-from quantload.runtime.kernels.pairs_settings import fits, hopper_rule
+from quantload.runtime.kernels.pairs_settings import fits, hopper_candidates, hopper_rule
 from quantload.runtime.launch_settings import find
 
 __all__ = [
@@ -31,7 +31,7 @@ MOST_FUSED = 1024  # tokens from which on the weight is dequantized for cuBLAS
 
 def kernel_name(form: str, grouped: bool) -> str:
     """Return the name under which settings are kept."""
-    return f"nibble rounded {form} {'groups' if grouped else 'channel'}"
+    return f"pairs {form} {'groups' if grouped else 'channel'}"
 
 
 def _fewest_tokens(form: str) -> int:
@@ -69,22 +69,33 @@ def rule(
     return {"rows": rows, "tokens": tokens, "warps": warps, "stages": stages, "splits": splits}
 
 
-def candidates(
-    m: int, n: int, k: int, columns: int = 64, form: str = "int"
-) -> Iterator[dict[str, int]]:
-    """Yield settings worth measuring on a card with 227 KiB of shared memory and 132 processors."""
-    tokens = max(_fewest_tokens(form), min(128, triton.next_power_of_2(m)))
-    blocks = -(-k // (2 * columns))
+def candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
+    """Yield settings worth measuring on the card that is here, for slices of 64 columns."""
+    if m >= 128:
+        yield {"dequantize": 1}
+    if card(torch.device("cuda"))[2]:
+        yield from hopper_candidates(m, n, k, 64, 1)
+    else:
+        yield from _candidates(m, n, k)
+
+
+def _candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
+    names = ("rows", "tokens", "warps", "stages", "splits")
+    tokens, seen = max(16, min(128, triton.next_power_of_2(m))), set()
+    processors, shared, _ = card(torch.device("cuda"))
     shapes = ((64, 4), (128, 4)) if m <= 64 else ((64, 4), (128, 4), (128, 8))
-    seen = set()
     for (rows, warps), stages, load in product(shapes, (3, 4, 6), (1, 2, 4, 8)):
-        if _shared_bytes(rows, tokens, columns, stages) > 200_000:
-            continue
         tiles = -(-n // rows) * -(-m // tokens)
-        key = (rows, tokens, warps, stages, max(1, min(blocks, round(132 * load / tiles))))
-        if key not in seen:
+        key = (
+            rows,
+            tokens,
+            warps,
+            stages,
+            max(1, min(-(-k // 128), round(processors * load / tiles))),
+        )
+        if key not in seen and _shared_bytes(rows, tokens, 64, stages) <= shared:
             seen.add(key)
-            yield dict(zip(("rows", "tokens", "warps", "stages", "splits"), key, strict=True))
+            yield dict(zip(names, key, strict=True))
 
 
 def settings_for(
