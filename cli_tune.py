@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,6 +34,11 @@ _Layer = tuple["Scheme", int, int]
     help="Tokens of a call.",
 )
 @click.option("--seconds", type=float, help="Stop after this time; a later run goes on.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=0),
+    help="Processes that compile ahead; default one for each processor but one, at most 16.",
+)
 @click.option("--again", is_flag=True, help="Measure also what the table of this card has.")
 @TRUST
 @JSON
@@ -43,6 +49,7 @@ def tune(
     schemes: str,
     tokens: str,
     seconds: float | None,
+    workers: int | None,
     **flags: Any,  # noqa: ANN401 - click's values
 ) -> None:
     """Try launch settings for the layers of MODEL, or for --shapes and --schemes, on this card.
@@ -73,6 +80,7 @@ def tune(
         table=table,
         seconds=float("inf") if seconds is None else seconds,
         again=flags["again"],
+        workers=min(16, len(os.sched_getaffinity(0)) - 1) if workers is None else workers,
     ):
         tuning.write_own_table(table)
         found.append(one)

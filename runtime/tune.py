@@ -6,14 +6,20 @@ is tried one by one. A setting whose result is off, or that does not compile, is
 few and the kernel's own rule are then timed in turns, and a setting is kept only if it wins by more
 than `_WORTHWHILE`.
 
-The table is written after every shape, so that a run can be ended and taken up again.
+With `workers`, processes beside this one compile all settings of a call first, each its share; they
+fill Triton's cache on disk, where this process finds what they made.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import itertools
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +41,7 @@ __all__ = ["FAMILIES", "Tuned", "measure_limits", "read_own_table", "tune", "wri
 FAMILIES = {
     "byte": "quantload.runtime.kernels.byte_settings",
     "nibble": "quantload.runtime.kernels.nibble_plan",
+    "pairs": "quantload.runtime.kernels.nibble_rounded_settings",
     "rounded": "quantload.runtime.kernels.rounded_settings",
 }
 """First word of a kernel's name -> module with `candidates(m, n, k)`."""
@@ -82,7 +89,7 @@ class Tuned:
         return 1 - self.us / self.rule_us
 
 
-def tune(
+def tune(  # noqa: PLR0913 - a keyword for each choice of the user
     layers: Sequence[tuple[Scheme, int, int]],
     tokens: Sequence[int],
     *,
@@ -90,6 +97,7 @@ def tune(
     table: Table,
     seconds: float = float("inf"),
     again: bool = False,
+    workers: int = 0,
     timer: Timer | None = None,
 ) -> Iterator[Tuned]:
     """Try the settings of each layer's kernel; put the fastest into `table`, and yield them.
@@ -101,22 +109,78 @@ def tune(
         table: Entries that it has are not measured again.
         seconds: No setting is tried after this time.
         again: Measure also what the table has.
+        workers: Processes that compile ahead.
         timer: Measures; None is the card's clock.
     """
     stop = time.monotonic() + seconds
-    for scheme, n, k in layers:
-        layer = None
-        for m in tokens:
-            if time.monotonic() > stop:
-                return
-            layer = layer or _Layer.made(scheme, n, k, device)
-            kernel = layer.kernel_for(m)
-            if kernel is None or (not again and m in table.us.get(kernel, {}).get(f"{n}x{k}", {})):
-                continue
-            found = layer.tune(kernel, m, stop, timer or graph_times)
-            if found.settings is not None or found.complete:
-                table.add(kernel, f"{n}x{k}", m, found.settings, found.us)
-            yield found
+    with _compilers(workers) as compile_ahead:
+        for scheme, n, k in layers:
+            layer = None
+            for m in tokens:
+                if time.monotonic() > stop:
+                    return
+                layer = layer or _Layer.made(scheme, n, k, device)
+                kernel = layer.kernel_for(m)
+                if kernel is None or (
+                    not again and m in table.us.get(kernel, {}).get(f"{n}x{k}", {})
+                ):
+                    continue
+                compile_ahead(_Job(scheme, n, k, m, kernel, device))
+                found = layer.tune(kernel, m, stop, timer or graph_times)
+                if found.settings is not None or found.complete:
+                    table.add(kernel, f"{n}x{k}", m, found.settings, found.us)
+                yield found
+
+
+# -- compiling ahead -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A call whose settings are tried."""
+
+    scheme: Scheme
+    n: int
+    k: int
+    m: int
+    kernel: str
+    device: torch.device
+
+
+@contextlib.contextmanager
+def _compilers(workers: int) -> Iterator[Callable[[_Job], int]]:
+    """Yield what compiles the settings of a call in processes, and returns how many there were."""
+    if not workers:
+        yield lambda job: 0
+        return
+    context = multiprocessing.get_context("spawn")  # CUDA does not outlive a fork
+    with futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+
+        def compile_ahead(job: _Job) -> int:
+            parts = [pool.submit(_compile_part, job, part, workers) for part in range(workers)]
+            return sum(part.result() for part in parts)
+
+        yield compile_ahead
+
+
+def _compile_part(job: _Job, part: int, parts: int) -> int:
+    """Run every `parts`-th setting of a call once, in a process of its own."""
+    layer, done = _layer_of(job.scheme, job.n, job.k, job.device), 0
+    x = layer.input(job.m)
+    settings = itertools.islice(_candidates(job.kernel, job.m, job.n, job.k), part, None, parts)
+    for one in settings:
+        with contextlib.suppress(Exception):  # the process that times it counts it as failed
+            layer.call(job.kernel, one, x)(0)
+            done += 1
+    return done
+
+
+@functools.lru_cache(maxsize=1)
+def _layer_of(scheme: Scheme, n: int, k: int, device: torch.device) -> _Layer:
+    return _Layer.made(scheme, n, k, device, rotated=False)
+
+
+# -- one layer -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -133,7 +197,9 @@ class _Layer:
         self.values = self.weight.dequantize(torch.float32)
 
     @classmethod
-    def made(cls, scheme: Scheme, n: int, k: int, device: torch.device) -> _Layer:
+    def made(
+        cls, scheme: Scheme, n: int, k: int, device: torch.device, *, rotated: bool = True
+    ) -> _Layer:
         assert scheme.weight is not None, f"{scheme} is full precision"
         generator = torch.Generator(device).manual_seed(0)
         dense = torch.randn(n, k, generator=generator, device=device, dtype=torch.bfloat16)
@@ -143,11 +209,11 @@ class _Layer:
         row = choose(weight, given, device=device, dtype=torch.bfloat16).kernel
         packed = row.pack(weight, given, device=device, dtype=torch.bfloat16)
         size = sum(buffer.nbytes for buffer in packed.buffers())
-        return cls(scheme, weight, copies(packed, size))
+        return cls(scheme, weight, copies(packed, size) if rotated else [packed])
 
     def kernel_for(self, m: int) -> str | None:
         """Name of the kernel whose settings a call with m tokens asks for, if it can be tuned."""
-        x = self._input(m)
+        x = self.input(m)
         with trying() as trial, torch.no_grad():
             self.packed[0](x)
         names = {name for name, *_ in trial.asked if name.partition(" ")[0] in FAMILIES}
@@ -155,9 +221,9 @@ class _Layer:
 
     def tune(self, kernel: str, m: int, stop: float, timer: Timer) -> Tuned:
         n, k = self.weight.shape
-        x = self._input(m)
+        x = self.input(m)
         exact = self._exact(x)
-        rule_us = timer([self._call(kernel, None, x)], len(self.packed), 3)[0]
+        rule_us = timer([self.call(kernel, None, x)], len(self.packed), 3)[0]
         times: list[tuple[float, Settings]] = []
         failed, complete = 0, True
         for settings in _candidates(kernel, m, n, k):
@@ -170,7 +236,7 @@ class _Layer:
             else:
                 times.append((us, settings))
         best = [s for us, s in sorted(times, key=lambda t: t[0])[:_FINALISTS] if us < rule_us * 1.1]
-        calls = [self._call(kernel, settings, x) for settings in (None, *best)]
+        calls = [self.call(kernel, settings, x) for settings in (None, *best)]
         rule_us, *finals = timer(calls, len(self.packed), 9)
         us, place = min(((us, i) for i, us in enumerate(finals)), default=(rule_us, 0))
         wins = us <= rule_us * _WORTHWHILE
@@ -184,7 +250,7 @@ class _Layer:
         self, kernel: str, settings: Settings, x: Tensor, exact: Tensor, timer: Timer
     ) -> float | None:
         """Return the time of a call; None if the settings do not work, or the result is off."""
-        call = self._call(kernel, settings, x)
+        call = self.call(kernel, settings, x)
         try:
             y = call(0)
             rows = y[: len(exact)].float()
@@ -194,14 +260,14 @@ class _Layer:
         except Exception:  # noqa: BLE001 - Triton has many ways to say that settings do not fit
             return None
 
-    def _call(self, kernel: str, settings: Settings | None, x: Tensor) -> Callable[[int], Tensor]:
+    def call(self, kernel: str, settings: Settings | None, x: Tensor) -> Callable[[int], Tensor]:
         def call(copy: int) -> Tensor:
             with trying(kernel, settings), torch.no_grad():
                 return self.packed[copy](x)  # type: ignore[no-any-return]
 
         return call
 
-    def _input(self, m: int) -> Tensor:
+    def input(self, m: int) -> Tensor:
         n_columns, device = self.weight.shape[1], self.weight.device
         generator = torch.Generator(device).manual_seed(m)
         return torch.randn(m, n_columns, generator=generator, device=device, dtype=self.dtype)

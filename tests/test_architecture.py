@@ -33,7 +33,8 @@ MAY_IMPORT = {
 COMMAND_LINE = {  # one part, in several files
     *("cli", "cli_options", "cli_convert", "cli_plan", "cli_output", "cli_inspect", "cli_compare"),
     *("cli_bench", "cli_generate"),
-    *("cli_baseline", "pytest_plugin", "cli_doctor", "cli_explain", "cli_model", "cli_stats", "cli_tune"),
+    *("cli_baseline", "pytest_plugin", "cli_doctor", "cli_explain", "cli_model", "cli_stats"),
+    "cli_tune",
 }
 # what users call, in several files
 PUBLIC = {
@@ -149,7 +150,7 @@ OPTIONS = {
         *("--overwrite", "--trust-remote-code", "--json", "--quiet"),
     },
     "tune": {
-        *("model", "--shapes", "--schemes", "--tokens", "--seconds", "--again"),
+        *("model", "--shapes", "--schemes", "--tokens", "--seconds", "--again", "--workers"),
         *("--trust-remote-code", "--json", "--quiet"),
     },
     "verify": {"output", "--source", "--nearest", "--all", "--json", "--quiet"},

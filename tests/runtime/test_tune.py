@@ -1,10 +1,12 @@
 """Tuning: what is tried, what is kept, when it stops; with a kernel that asks for settings."""
 
+import contextlib
 import time
 import types
 
 import pytest
 import torch
+from pretended_card import pretended_card
 
 from quantload.errors import ConfigError
 from quantload.quant.scheme import parse_scheme
@@ -141,10 +143,24 @@ def test_shapes_on_the_command_line():
 @pytest.mark.parametrize("m", [1, 16])
 def test_every_family_has_settings_to_try(kernel, m, monkeypatch):
     monkeypatch.undo()  # the real families
-    found = list(tune._candidates(kernel, m, 6144, 4096))
+    here = torch.cuda.is_available()
+    with contextlib.nullcontext() if here else pretended_card(90):
+        found = list(tune._candidates(kernel, m, 6144, 4096))
     assert len(found) > 3
     assert all(isinstance(value, int) for one in found for value in one.values())
     assert len({tuple(sorted(one.items())) for one in found}) == len(found), "tried twice"
+
+
+@pytest.mark.gpu
+def test_settings_are_compiled_in_other_processes(monkeypatch, tmp_path):
+    monkeypatch.undo()  # the real families
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    device = torch.device("cuda")
+    job = tune._Job(parse_scheme("W4A16"), 512, 1024, 1, "nibble int g128", device)
+    with tune._compilers(2) as compile_ahead:
+        done = compile_ahead(job)
+    assert done > 3
+    assert len(list(tmp_path.rglob("*.cubin"))) > 3
 
 
 @pytest.mark.gpu
@@ -154,9 +170,11 @@ def test_a_kernel_is_tuned_on_the_card(tmp_path, monkeypatch):
     table, started = Table(torch.cuda.get_device_name()), time.monotonic()
     layers = [(parse_scheme("W4A16"), 1024, 1024)]
     found = list(
-        tune.tune(layers, [1], device=torch.device("cuda"), table=table, seconds=20, again=True)
+        tune.tune(
+            layers, [1], device=torch.device("cuda"), table=table, seconds=60, workers=4, again=True
+        )
     )
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 120
     assert [one.tokens for one in found] == [1]
     assert found[0].tried > 0
     assert 0.5 < found[0].us <= found[0].rule_us < 100
