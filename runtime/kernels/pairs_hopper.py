@@ -5,9 +5,9 @@
 
 W comes in words of two codes from two slices of C columns: int16 words of two bytes (`byte_layout`,
 x bfloat16 or float16) or bytes of two nibbles (`nibble_rounded_layout`, x int8 or e4m3). A program
-has a ring of STAGES blocks of 2 C columns of W and of x, that the copy engine fills. It asks for
-its first blocks of W before the kernel ahead of it has ended (weights do not change), waits for
-that kernel, asks for x, and then unpacks a block of W into the registers that the tensor core takes
+has a ring of STAGES units of 2 CS columns of W and of x, that the copy engine fills. It asks for
+its first units of W before the kernel ahead of it has ended (weights do not change), waits for
+that kernel, asks for x, and then unpacks a unit of W into the registers that the tensor core takes
 its left operand from, while the others arrive. K is cut among programs where there are few tiles:
 the last of a tile sums the parts in order.
 
@@ -18,7 +18,8 @@ Grid: (tiles, parts of K). Masked: rows past M and N; TMA fills with zeros past 
 are a multiple of 16 bytes apart. Limit: memory up to about 64 tokens, tensor cores above.
 
 Letters: M tokens, N output features, K input features, G groups of columns, R blocks of rows (r is
-that of n), C columns of a slice, BN, BM rows of W and tokens of a tile.
+that of n), C columns of a slice, CS columns of it that are a step, BN, BM rows of W and tokens of a
+tile.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, type-arg"
@@ -48,18 +49,19 @@ __all__ = ["launch_hopper", "pairs_gemm_hopper"]
 
 
 @gluon.jit
-def _ask_w(w_desc, w_ring, ready, n, N, block, place, wanted):
-    at = [block * N + n, 0]
+def _ask_w(w_desc, w_ring, ready, n, N, unit, place, C: gl.constexpr, wanted):
+    CS: gl.constexpr = w_desc.block_type.shape[1]
+    at = [unit // (C // CS) * N + n, unit % (C // CS) * CS]
     tma.async_copy_global_to_shared(w_desc, at, ready.index(place), w_ring.index(place), wanted)
 
 
 @gluon.jit
-def _ask_x(x_desc, x_ring, ready, m, block, place, wanted):
-    C: gl.constexpr = x_desc.block_type.shape[1]
+def _ask_x(x_desc, x_ring, ready, m, unit, place, C: gl.constexpr, wanted):
+    CS: gl.constexpr = x_desc.block_type.shape[1]
+    k = unit // (C // CS) * (2 * C) + unit % (C // CS) * CS
     for slot in gl.static_range(2):
-        at = [m, (2 * block + slot) * C]
         tma.async_copy_global_to_shared(
-            x_desc, at, ready.index(place), x_ring.index(2 * place + slot), wanted
+            x_desc, [m, k + slot * C], ready.index(place), x_ring.index(2 * place + slot), wanted
         )
 
 
@@ -79,6 +81,7 @@ def _group(index, SLICES: gl.constexpr, G):
 
 @gluon.jit
 def _scales(scale, index, r, R, SLICES: gl.constexpr, G):
+    """Load the scales of a slice."""
     if scale is None:
         return 0.0
     else:
@@ -122,14 +125,14 @@ def _store(y, out, n_start, m_start, n, m, M, N, num_warps: gl.constexpr):
 def pairs_gemm_hopper(  # noqa: C901 - what is not there is compiled out
     w_desc, x_desc, scale, zero, x_scale, outer, bias, out, partial, locks,
     M, N, blocks, splits, G, R, block_rows, x_step,
-    FORM: gl.constexpr, SLICES: gl.constexpr, PAIRED: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, BAND: gl.constexpr, num_warps: gl.constexpr,
+    C: gl.constexpr, FORM: gl.constexpr, SLICES: gl.constexpr, PAIRED: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, BAND: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply; see the top of this file.
 
     Args:
-        w_desc: [BN, C] of W's words [B * N, C].
-        x_desc: [BM, C] of x [M, K].
+        w_desc: [BN, CS] of W's words [B * N, C].
+        x_desc: [BM, CS] of x [M, K].
         scale: [G, R], or None.
         zero: [G, R] int8, or [1, R] where there is no `scale`, or None.
         x_scale: [M] or [1] float32 with steps of x_step, or None.
@@ -146,6 +149,7 @@ def pairs_gemm_hopper(  # noqa: C901 - what is not there is compiled out
         R: Blocks of rows.
         block_rows: Rows that share a scale.
         x_step: See x_scale.
+        C: Columns of a slice.
         FORM: Of the codes, as the layouts have it.
         SLICES: Slices of a group.
         PAIRED: Both slices of a block are of one group.
@@ -155,7 +159,8 @@ def pairs_gemm_hopper(  # noqa: C901 - what is not there is compiled out
         num_warps: Of a program.
     """
     BN: gl.constexpr = w_desc.block_type.shape[0]
-    C: gl.constexpr = w_desc.block_type.shape[1]
+    CS: gl.constexpr = w_desc.block_type.shape[1]
+    PER_BLOCK: gl.constexpr = C // CS  # units of a block
     BM: gl.constexpr = x_desc.block_type.shape[0]
     dtype: gl.constexpr = x_desc.dtype
     INT: gl.constexpr = dtype == gl.int8
@@ -176,11 +181,11 @@ def pairs_gemm_hopper(  # noqa: C901 - what is not there is compiled out
     inside = tile % (BAND * tiles_m)
     n_start = (band * BAND + inside % height) * BN
     m_start = inside // height * BM
-    first = split * blocks // splits
-    count = (split + 1) * blocks // splits - first
+    first = split * blocks // splits * PER_BLOCK
+    count = (split + 1) * blocks // splits * PER_BLOCK - first
 
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, C], w_desc.layout)
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, BM, C], x_desc.layout)
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, CS], w_desc.layout)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, BM, CS], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
@@ -188,39 +193,41 @@ def pairs_gemm_hopper(  # noqa: C901 - what is not there is compiled out
     SIZE: gl.constexpr = w_desc.block_type.nbytes + 2 * x_desc.block_type.nbytes
     for slot in gl.static_range(STAGES):
         mbarrier.expect(ready.index(slot), SIZE, pred=slot < count)
-        _ask_w(w_desc, w_ring, ready, n_start, N, first + slot, slot, slot < count)
+        _ask_w(w_desc, w_ring, ready, n_start, N, first + slot, slot, C, slot < count)
     # scales and zero points do not change either
     n = n_start + gl.arange(0, BN, layout=N_AXIS)
     m = m_start + gl.arange(0, BM, layout=M_AXIS)
     r = gl.minimum(n, N - 1) // block_rows
-    s0 = _scales(scale, 2 * first, r, R, SLICES, G)
-    s1 = _scales(scale, 2 * first + 1, r, R, SLICES, G)
+    s0 = _scales(scale, 2 * (first // PER_BLOCK), r, R, SLICES, G)
+    s1 = _scales(scale, 2 * (first // PER_BLOCK) + 1, r, R, SLICES, G)
     zero_at = None
     z0 = None
     if zero is not None:
         of_left = gl.arange(0, BN, layout=gl.SliceLayout(1, LEFT))
         zero_at = zero + gl.minimum(n_start + of_left, N - 1) // block_rows
-        z0 = gl.load(zero_at + _group(2 * first, SLICES, G) * R)
+        z0 = gl.load(zero_at + _group(2 * (first // PER_BLOCK), SLICES, G) * R)
     gdc_wait()
     for slot in gl.static_range(STAGES):
-        _ask_x(x_desc, x_ring, ready, m_start, first + slot, slot, slot < count)
+        _ask_x(x_desc, x_ring, ready, m_start, first + slot, slot, C, slot < count)
 
     nothing = gl.zeros([BN, BM], SUM, layout=TILE)
     total = gl.zeros([BN, BM], SUM if scale is None and (INT or WIDTH == 2) else gl.float32, TILE)
     for step in range(count):
         place = step % STAGES
         s0_now, s1_now = s0, s1
-        s0 = _scales(scale, 2 * (first + step + 1), r, R, SLICES, G)
+        following = (first + step + 1) // PER_BLOCK * 2
+        s0 = _scales(scale, following, r, R, SLICES, G)
         if not PAIRED:
-            s1 = _scales(scale, 2 * (first + step) + 3, r, R, SLICES, G)
+            s1 = _scales(scale, following + 1, r, R, SLICES, G)
         mbarrier.wait(ready.index(place), (step // STAGES) & 1)
         words = w_ring.index(place).load(LEFT)
         w0, w1 = _values(words, z0, FORM, dtype)
         if zero is not None and scale is not None:
             if not PAIRED:
-                z1 = gl.load(zero_at + _group(2 * (first + step) + 1, SLICES, G) * R)
+                slot = (first + step) // PER_BLOCK * 2 + 1
+                z1 = gl.load(zero_at + _group(slot, SLICES, G) * R)
                 _, w1 = _values(words, z1, FORM, dtype)
-            z0 = gl.load(zero_at + _group(2 * (first + step + 1), SLICES, G) * R)
+            z0 = gl.load(zero_at + _group(following, SLICES, G) * R)
         x0 = x_ring.index(2 * place).permute((1, 0))
         x1 = x_ring.index(2 * place + 1).permute((1, 0))
         if scale is None and (INT or WIDTH == 2):
@@ -244,8 +251,8 @@ def pairs_gemm_hopper(  # noqa: C901 - what is not there is compiled out
         gl.thread_barrier()  # all warps have read the place
         late = step + STAGES
         mbarrier.expect(ready.index(place), SIZE, pred=late < count)
-        _ask_w(w_desc, w_ring, ready, n_start, N, first + late, place, late < count)
-        _ask_x(x_desc, x_ring, ready, m_start, first + late, place, late < count)
+        _ask_w(w_desc, w_ring, ready, n_start, N, first + late, place, C, late < count)
+        _ask_x(x_desc, x_ring, ready, m_start, first + late, place, C, late < count)
 
     total = total.to(gl.float32)
     is_last = True
@@ -306,8 +313,8 @@ def launch_hopper(
 ) -> None:
     """Multiply x [M, K] with words [B, N, C] into out [M, N].
 
-    The settings are rows and tokens of a tile, warps, stages and splits; the other arguments are as
-    in `PackedBytes` and `PackedForBytes`.
+    The settings are rows and tokens of a tile, warps, stages, splits, and maybe `columns`, CS. The
+    other arguments are as in `PackedBytes` and `PackedForBytes`.
     """
     x = _for_tma(x)
     (m, k), (blocks, n, columns) = x.shape, words.shape
@@ -322,7 +329,8 @@ def launch_hopper(
         locks = split_locks(x.device, tiles)
     of_groups = scale if scale is not None else zero
     groups, row_blocks = (1, 1) if of_groups is None else of_groups.shape
-    w_tile, x_tile = [rows, columns], [tokens, columns]
+    width = min(settings.get("columns", columns), columns)
+    w_tile, x_tile = [rows, width], [tokens, width]
     w_desc = TensorDescriptor(
         words, [blocks * n, columns], [columns, 1], w_tile, _layout(*w_tile, words.dtype)
     )
@@ -331,7 +339,7 @@ def launch_hopper(
         w_desc, x_desc, scale, zero, x_scale, outer, bias, out, partial, locks,
         m, n, blocks, splits, groups, row_blocks, block_rows,
         0 if x_scale is None or x_scale.numel() == 1 else 1,
-        FORM=form, SLICES=1 if scale is None else slices_per_group,
+        C=columns, FORM=form, SLICES=1 if scale is None else slices_per_group,
         PAIRED=scale is None or slices_per_group % 2 == 0, STAGES=settings["stages"],
         SPLIT=splits > 1, BAND=8, num_warps=settings["warps"], launch_pdl=True,
     )  # fmt: skip

@@ -20,7 +20,8 @@ def _block_bytes(rows: int, tokens: int, columns: int, x_bytes: int) -> int:
 
 def fits(settings: Settings, columns: int, shared: int, x_bytes: int) -> bool:
     """True if a program's ring fits into `shared` bytes; x has `x_bytes` bytes an element."""
-    block = _block_bytes(settings["rows"], settings["tokens"], columns, x_bytes)
+    width = min(settings.get("columns", columns), columns)
+    block = _block_bytes(settings["rows"], settings["tokens"], width, x_bytes)
     return settings["stages"] * (block + 8) + 1024 <= shared
 
 
