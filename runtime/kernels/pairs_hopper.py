@@ -121,7 +121,7 @@ def _store(y, out, n_start, m_start, n, m, M, N, num_warps: gl.constexpr):
         gl.store(out + mm.to(gl.int64) * N + nn, y, mask=(mm < M) & (nn < N))
 
 
-@gluon.jit(do_not_specialize=("M", "blocks", "splits", "G", "R", "block_rows"))
+@gluon.jit(do_not_specialize=("M", "blocks", "splits", "G", "R", "block_rows", "x_step"))
 def pairs_gemm_hopper(  # noqa: C901 - what is not there is compiled out
     w_desc, x_desc, scale, zero, x_scale, outer, bias, out, partial, locks,
     M, N, blocks, splits, G, R, block_rows, x_step,
