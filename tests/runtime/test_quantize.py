@@ -55,7 +55,7 @@ def test_codes_and_scales_are_those_of_torch(name, dtype, kernel_device) -> None
     from quantload.runtime.kernels.quantize_rows import quantize_rows
 
     scheme = SCHEMES[name]
-    for m, k in ((5, 200), (1, 96)):
+    for m, k in ((4, 200), (1, 96)):
         x = make_input(m, k, dtype) if m > 1 else make_input(3, k, dtype)[1:2]
         codes, scales = quantize_rows(x.to(kernel_device), scheme)
         codes, scales = codes.cpu(), scales.cpu()
