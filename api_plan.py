@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from quantload.errors import ConfigError
-from quantload.layers.facts import Ask, probe_facts, ready_to_probe
+from quantload.layers.facts import probe_facts, ready_to_probe
+from quantload.layers.short_process import Ask
 from quantload.loader.formats import open_source
 from quantload.loader.garbage import without_collections
 from quantload.loader.layer_selection import select_layers
@@ -97,10 +98,15 @@ def _planned(
         facts = facts_of(
             opened,
             trust_remote_code=trust_remote_code,
-            meanwhile=options.target.prepare if writes_config else None,
+            meanwhile=options.target.prepare if writes_config and ask is None else None,
             ask=ask,
         )
         made = make_plan(opened, config, facts, options)
+        written = made.config.get("quantization_config")
+        if written is not None and ask is not None:  # the copy has imported most of what it takes
+            ask(options.target.check, written)()
+        elif written is not None:
+            options.target.check(written)
     return replace(made, trust_remote_code=trust_remote_code)
 
 

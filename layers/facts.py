@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from quantload.errors import ModelError
-from quantload.layers.short_process import begin_apart, warm_copy
+from quantload.layers.short_process import Ask, begin_apart, warm_copy
 from quantload.mappers.default_keeps import reason_to_keep
 from quantload.mappers.facts import (
     Kind,
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
-# Takes config, folder, names and trust in remote code; returns what waits for the answer.
-Ask: TypeAlias = Callable[..., Callable[[], "_Seen | str"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +82,7 @@ def probe_facts(
     if missing:
         seen = lambda: missing  # noqa: E731 - as short as it is
     elif ask is not None:
-        seen = ask(dict(config), folder, names, trust_remote_code)
+        seen = ask(_probe, dict(config), folder, names, trust_remote_code)
     else:
         seen = begin_apart(lambda: _probe(config, folder, names, trust_remote_code))
     by_name = facts_from_names(_weight_modules(names), tied_head=_ties_head(config))
@@ -97,7 +93,7 @@ def probe_facts(
 
 def ready_to_probe() -> AbstractContextManager[Ask]:
     """Start a copy of this process that imports the model code while a checkpoint is opened."""
-    return warm_copy(_probe, _import_model_code)
+    return warm_copy(_import_model_code)
 
 
 def _import_model_code() -> None:

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from quantload.layers.deferred_import import defer_import
 Result = TypeVar("Result")
 _log = logging.getLogger("quantload")
 _HEAVY = "transformers.modeling_utils"
+_LENGTH = 8  # bytes that say how long an answer is
 _RARELY = (100_000, 20, 100)  # what is imported and built all lives: little garbage to be found
 
 
@@ -61,72 +62,102 @@ def begin_apart(function: Callable[[], Result]) -> Callable[[], Result]:
     return lambda: _received(receiving, child, function)
 
 
-@contextmanager
-def warm_copy(
-    function: Callable[..., Result], warm: Callable[[], object]
-) -> Iterator[Callable[..., Callable[[], Result]]]:
-    """Start a copy of this process that gets ready beside it, and answers one question.
+Ask = Callable[..., Callable[[], Any]]
 
-    Yields what asks it: called with the arguments of the function, it returns what waits for the
-    result. Where no copy is safe, or it fails, the function runs here, when it is waited for. A
-    copy that was not asked ends with the block.
+
+@contextmanager
+def warm_copy(warm: Callable[[], object]) -> Iterator[Ask]:
+    """Start a copy of this process that gets ready beside it, and answers questions.
+
+    Yields what asks it: called with a function of a module and its arguments, it returns what waits
+    for the result; a question is asked once the one before it is answered. Where no copy is safe,
+    or it fails, the function runs here, when it is waited for. The copy ends with the block.
 
     Args:
-        function: Changes nothing; its arguments and result can be pickled.
         warm: What the copy does until it is asked, such as an import.
     """
-    if not _is_safe():
-        yield lambda *arguments: lambda: function(*arguments)
-        return
-    question = os.memfd_create("quantload")
-    pipes = [*os.pipe(), *os.pipe()]
-    listening, asking, receiving, sending = pipes
+    copy = _Copy(warm) if _is_safe() else None
     try:
-        child = _fork()
-    except OSError:
-        for descriptor in (question, *pipes):
-            os.close(descriptor)
-        yield lambda *arguments: lambda: function(*arguments)
-        return
-    if not child:
-        os.close(asking)  # so that it sees when nobody will ask
-        os.close(receiving)
-        _answer(lambda: function(*_asked(warm, listening, question)), sending)
-    os.close(listening)
-    os.close(sending)
-    is_running = True
-
-    def ask(*arguments: object) -> Callable[[], Result]:
-        with os.fdopen(os.dup(question), "wb") as file:
-            pickle.dump(arguments, file, protocol=pickle.HIGHEST_PROTOCOL)
-        os.write(asking, b"?")
-
-        def wait() -> Result:
-            nonlocal is_running
-            is_running = False
-            return _received(os.dup(receiving), child, lambda: function(*arguments))
-
-        return wait
-
-    try:
-        yield ask
+        yield _run_later if copy is None else copy.ask
     finally:
-        if is_running:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        for descriptor in (question, asking, receiving):
+        if copy is not None:
+            copy.end()
+
+
+def _run_later(function: Callable[..., Result], *arguments: object) -> Callable[[], Result]:
+    return lambda: function(*arguments)
+
+
+class _Copy:
+    """A copy of this process that waits for questions.
+
+    Args:
+        warm: See `warm_copy`.
+    """
+
+    def __init__(self, warm: Callable[[], object]) -> None:
+        # a file, not a pipe: who asks does not wait until the copy is ready
+        self._question = os.memfd_create("quantload")
+        pipes = listening, self._asking, receiving, sending = [*os.pipe(), *os.pipe()]
+        self._child = 0
+        try:
+            child = _fork()
+        except OSError:  # no memory for a copy, no more processes
+            for descriptor in pipes:
+                os.close(descriptor)
+            return
+        if not child:
+            os.close(self._asking)  # so that it sees when nobody will ask
+            os.close(receiving)
+            _in_copy(lambda: self._serve(warm, listening, sending))
+        os.close(listening)
+        os.close(sending)
+        self._answers = os.fdopen(receiving, "rb")
+        self._child = child
+
+    def ask(self, function: Callable[..., Result], *arguments: object) -> Callable[[], Result]:
+        """Ask for what a function returns; see `warm_copy`."""
+        try:
+            if not self._child:
+                raise BrokenPipeError
+            os.ftruncate(self._question, 0)
+            os.lseek(self._question, 0, os.SEEK_SET)
+            with os.fdopen(os.dup(self._question), "wb") as file:
+                pickle.dump((function, arguments), file, protocol=pickle.HIGHEST_PROTOCOL)
+            os.write(self._asking, b"?")
+        except BrokenPipeError:  # it has failed at an earlier question
+            return _run_later(function, *arguments)
+        return lambda: self._answer_to(function, *arguments)
+
+    def _answer_to(self, function: Callable[..., Result], *arguments: object) -> Result:
+        length = int.from_bytes(self._answers.read(_LENGTH), "little")
+        answer = self._answers.read(length) if length else b""
+        if not length or len(answer) < length:
+            _log.debug("the copy of this process failed")
+            return function(*arguments)
+        result: Result = pickle.loads(answer)  # noqa: S301 - from our own copy
+        return result
+
+    def _serve(self, warm: Callable[[], object], listening: int, sending: int) -> None:
+        warm()
+        with os.fdopen(sending, "wb") as answers:
+            while os.read(listening, 1):
+                os.lseek(self._question, 0, os.SEEK_SET)
+                with os.fdopen(os.dup(self._question), "rb") as file:
+                    function, arguments = pickle.load(file)  # noqa: S301 - from our own process
+                answer = pickle.dumps(function(*arguments), protocol=pickle.HIGHEST_PROTOCOL)
+                answers.write(len(answer).to_bytes(_LENGTH, "little") + answer)
+                answers.flush()
+
+    def end(self) -> None:
+        """End the copy."""
+        if not self._child:
+            return
+        os.kill(self._child, signal.SIGKILL)
+        os.waitpid(self._child, 0)
+        self._answers.close()
+        for descriptor in (self._question, self._asking):
             os.close(descriptor)
-
-
-def _asked(warm: Callable[[], object], listening: int, question: int) -> tuple[object, ...]:
-    """Get ready, and return the arguments of the question."""
-    warm()
-    if not os.read(listening, 1):
-        raise EOFError("nobody asks")
-    os.lseek(question, 0, os.SEEK_SET)
-    with os.fdopen(question, "rb") as file:
-        arguments: tuple[object, ...] = pickle.load(file)  # noqa: S301 - from our own process
-    return arguments
 
 
 def _received(receiving: int, child: int, function: Callable[[], Result]) -> Result:
@@ -160,6 +191,16 @@ def _fork() -> int:
 
 def _answer(function: Callable[[], object], pipe: int) -> None:
     """Send the result and end the copy at once: what else the process would do is not its own."""
+
+    def send() -> None:
+        with os.fdopen(pipe, "wb") as file:
+            pickle.dump(function(), file, protocol=pickle.HIGHEST_PROTOCOL)
+
+    _in_copy(send)
+
+
+def _in_copy(work: Callable[[], None]) -> NoReturn:
+    """Do the work of a copy, and end it."""
     status = 1
     try:
         gc.freeze()  # collections leave the pages alone that both share
@@ -167,8 +208,7 @@ def _answer(function: Callable[[], object], pipe: int) -> None:
         gc.set_threshold(*_RARELY)
         defer_import("scipy.optimize", "linear_sum_assignment")
         torch.set_num_threads(1)  # the threads of the pool are not in the copy
-        with os.fdopen(pipe, "wb") as file:
-            pickle.dump(function(), file, protocol=pickle.HIGHEST_PROTOCOL)
+        work()
         status = 0
     finally:
         os._exit(status)

@@ -50,9 +50,6 @@ def output_config(  # noqa: PLR0913 - what a config says, by name
         facts: Names of the modules in the transformers model, and ties of the source.
         untied: True if one of them gets a weight of its own.
         dtypes: dtypes of full-precision weights and scales.
-
-    Raises:
-        FormatMismatch: The format's own library refuses the generated config.
     """
     files: Mapping[str, Mapping[str, Any]] = {}
     config = dict(source.checkpoint.config)

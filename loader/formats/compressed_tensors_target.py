@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,17 +61,16 @@ class CompressedTensorsTarget(Target):
             return weight.block[0]
         return 1 if weight.symmetric else _WORD
 
-    def config(self, modules: WrittenModules) -> WrittenConfig:
-        """See `Target.config`.
+    def check(self, quantization_config: Mapping[str, Any]) -> None:
+        """See `Target.check`."""
+        validate_config(quantization_config)
 
-        Raises:
-            FormatMismatch: compressed-tensors refuses the generated config.
-        """
+    def config(self, modules: WrittenModules) -> WrittenConfig:
+        """See `Target.config`."""
         config = build_config(
             modules.schemes,
             modules.kept,
             named=modules.named,
             cache_scheme=modules.cache_scheme,
         )
-        validate_config(config)
         return WrittenConfig(config)

@@ -67,7 +67,7 @@ class Target(ABC):
     has_rows_apart = False
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
-        """Import what `config` needs, if that takes long; called while there is time for it."""
+        """Import what `check` needs, if that takes long; called while there is time for it."""
 
     @abstractmethod
     def obstacle(self, scheme: Scheme, shape: tuple[int, int]) -> str:
@@ -127,6 +127,13 @@ class Target(ABC):
 
         Of each part every leaf is a range of rows of the whole leaf, or the same for all parts.
         None if a leaf runs along N, so that a weight is encoded as a whole.
+        """
+
+    def check(self, quantization_config: Mapping[str, Any]) -> None:  # noqa: B027
+        """Have the format's own library, if it has one, check what `config` describes.
+
+        Raises:
+            FormatMismatch: The library refuses it.
         """
 
     @abstractmethod

@@ -22,7 +22,10 @@ def plan_of(folder, scheme, rules=(), *, group_size=None, **options):
     is_tied = bool(source.checkpoint.config.get("tie_word_embeddings"))
     facts = facts_from_names(source.weights, tied_head=is_tied)
     config = QuantConfig.from_options(scheme, rules, group_size=group_size)
-    return make_plan(source, config, facts, PlanOptions(**options))
+    made = make_plan(source, config, facts, PlanOptions(**options))
+    if "quantization_config" in made.config:
+        made.target.check(made.config["quantization_config"])
+    return made
 
 
 def converted(folder, output, scheme, rules=(), **options):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+import tiny_checkpoints as tiny
 import torch
 from fake_source import NOWHERE, tiny_config, tiny_model
 
+from quantload import api
+from quantload.errors import FormatMismatch
 from quantload.layers.facts import probe_facts
 from quantload.layers.meta_model import build_on_meta
+from quantload.loader.formats.compressed_tensors_target import CompressedTensorsTarget
 
 
 def names_of(model_type: str) -> list[str]:
@@ -85,3 +90,18 @@ def test_small_projections_are_no_members_of_fused_groups() -> None:
     grouped = {name.rpartition(".")[2] for group in facts.groups for name in group}
     assert {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} <= grouped
     assert "in_proj_ba" not in grouped
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_config_that_its_library_refuses_is_an_error_of_the_plan(tmp_path, monkeypatch, is_open):
+    folder, seen = tiny.llama(tmp_path / "in"), []
+
+    def check(target, config):
+        seen.append(config["quant_method"])
+        raise FormatMismatch("refused")
+
+    monkeypatch.setattr(CompressedTensorsTarget, "check", check)
+    with pytest.raises(FormatMismatch, match="refused"):
+        api.plan(api.inspect(folder) if is_open else folder, "W4A16")
+    assert seen == ["compressed-tensors"]
+    assert "quantization_config" not in api.plan(folder, "dense").config

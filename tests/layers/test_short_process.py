@@ -77,23 +77,30 @@ ASKED = (
 def test_a_copy_that_is_ready_answers():
     code = (
         f"{ASKED}"
-        "with warm_copy(add, lambda: None) as ask:\n"
-        "    found, pid = ask([1] * 100_000, [2])()\n"
-        "print(len(found), pid != main)"
+        "with warm_copy(lambda: None) as ask:\n"
+        "    found, pid = ask(add, [1] * 100_000, [2])()\n"
+        "    print(len(found), pid != main)\n"
+        "    print(ask(add, 1, 2)() == (3, pid))"  # a shorter question, and the same copy
     )
-    assert run(code)[0] == ["100001", "True"]
+    assert run(code)[0] == ["100001", "True", "True"]
 
 
 def test_what_a_ready_copy_fails_at_runs_here():
-    code = f"{ASKED}with warm_copy(fail, lambda: None) as ask:\n    print(ask(1, 2)() == (3, main))"
-    assert run(code)[0] == ["True"]
+    code = (
+        f"{ASKED}"
+        "with warm_copy(lambda: None) as ask:\n"
+        "    for one in (1, 4): print(ask(fail, one, 2)() == (one + 2, main))\n"
+        "    try: ask(add, 1, None)()\n"
+        "    except TypeError: print('told here')"
+    )
+    assert run(code)[0] == ["True", "True", "told", "here"]
 
 
 def test_a_copy_that_is_not_asked_ends_with_the_block():
     code = (
         f"{ASKED}"
         "try:\n"
-        "    with warm_copy(add, lambda: None): raise KeyError\n"
+        "    with warm_copy(lambda: None): raise KeyError\n"
         "except KeyError: pass\n"
         "try: os.waitpid(-1, os.WNOHANG)\n"
         "except ChildProcessError: print('none left')"
