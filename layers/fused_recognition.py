@@ -20,6 +20,7 @@ from quantload.layers.fast_glu import GluFormula, is_linear, recognise_glu
 from quantload.layers.fast_norm import NormFormula, recognise_norm
 from quantload.layers.fused_layer import FusedLayer, GatedMlp, OwnMlp, Projection
 from quantload.layers.fused_recording import Call, HeadsCall, Recording, is_attention
+from quantload.layers.fused_router import with_fast_router
 from quantload.layers.stack import LinearStack, StackView
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def take_apart(layer: nn.Module, record: Recording) -> FusedLayer:
         output=_output(linear, parts.attention),
         after_heads=after_heads,
         before_mlp=before_mlp,
-        mlp=_mlp(parts.mlp.module),
+        mlp=_mlp(parts.mlp),
         after_mlp=after_mlp,
     )
 
@@ -241,11 +242,13 @@ def _output(calls: Sequence[Call], attention: Call) -> nn.Module:
     return calls[-1].module
 
 
-def _mlp(module: nn.Module) -> GatedMlp | OwnMlp:
+def _mlp(call: Call) -> GatedMlp | OwnMlp:
+    module, x = call.module, call.x
     formula = module.__dict__.get("fast_glu") or recognise_glu(module)
     if isinstance(formula, GluFormula) and formula.known:
         return GatedMlp(module, formula)
-    return OwnMlp(module)
+    assert x is not None, "an MLP is given rows"
+    return OwnMlp(with_fast_router(module, x.reshape(-1, x.shape[-1])[:1]))
 
 
 __all__ = ["Parts", "Unfit", "listened_to", "norm_formula", "norm_weight", "parts_of", "take_apart"]

@@ -1,10 +1,10 @@
 """The router of a block of experts in one launch: product, softmax and choice of the best.
 
     logits = round(x @ W^T + bias)                                    [M, E]
-    softmax first    p = softmax(logits) in float32; the k largest; divided by their sum if asked
-    softmax last     the k largest logits; softmax over these, in float32
+    weights = softmax(logits) of the k largest, in float32; divided by their sum if asked, which
+              is the softmax over these k alone
 
-Of equal experts the first is taken. Weights are rounded to x's dtype.
+Of equal experts the first is taken.
 
 Grid: (M, parts of E). Each program makes the logits of its experts of one token; the last one of a
 token to finish chooses. Masked: experts past E, columns past H. Limit: latency. For few tokens:
@@ -43,29 +43,34 @@ def route_to_experts(
     bias: Tensor | None,
     *,
     k: int,
-    softmax_first: bool,
     normalized: bool,
+    in_float32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits [M, E], weights [M, k] in x's dtype and experts [M, k] int64.
+    """Return logits [M, E], weights [M, k] and experts [M, k] int64.
 
     Args:
         x: [M, H] bfloat16, float16 or float32.
         weight: [E, H] of the same dtype, at most `MOST_EXPERTS` rows.
         bias: [E] or None.
         k: Experts of a token.
-        softmax_first: See above.
-        normalized: Divide the k largest by their sum; of softmax first.
+        normalized: Divide the weights of a token by their sum.
+        in_float32: Weights are float32, not rounded to x's dtype.
     """
     prepare(x.device)
-    logits, weights, experts = _route(x, weight, bias, k, softmax_first, normalized)
+    logits, weights, experts = _route(x, weight, bias, k, normalized, in_float32)
     return logits, weights, experts
 
 
 @torch.library.custom_op("quantload::route_to_experts", mutates_args=())
 def _route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, k: int, softmax_first: bool, normalized: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    normalized: bool,
+    in_float32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    logits, weights, experts = _empty_results(x, weight, k)
+    logits, weights, experts = _empty_results(x, weight, k, in_float32)
     count, width = weight.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     early = launches_early(x.device)
@@ -76,27 +81,30 @@ def _route(
                 x, weight, weight if bias is None else bias, logits, weights, experts,
                 split_locks(x.device, len(x)), count, width, x.stride(0), k, parts,
                 EXPERTS=_EXPERTS, COLUMNS=_COLUMNS, ALL=triton.next_power_of_2(count),
-                BIAS=bias is not None, FIRST=softmax_first, NORMALIZED=normalized, EARLY=early,
+                BIAS=bias is not None, NORMALIZED=normalized, EARLY=early,
                 num_warps=4, **({"launch_pdl": True} if early else {}),
             )  # fmt: skip
     return logits, weights, experts
 
 
-def _empty_results(x: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    logits, weights = x.new_empty(len(x), len(weight)), x.new_empty(len(x), k)
+def _empty_results(
+    x: Tensor, weight: Tensor, k: int, in_float32: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = x.new_empty(len(x), len(weight))
+    weights = x.new_empty(len(x), k, dtype=torch.float32 if in_float32 else x.dtype)
     return logits, weights, x.new_empty(len(x), k, dtype=torch.int64)
 
 
 @_route.register_fake
-def _(x, weight, bias, k, softmax_first, normalized):
-    return _empty_results(x, weight, k)
+def _(x, weight, bias, k, normalized, in_float32):
+    return _empty_results(x, weight, k, in_float32)
 
 
 @triton.jit
 def _router_kernel(
     x, weight, bias, logits, weights, experts, locks, count, width, stride, k, parts,
     EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr, BIAS: tl.constexpr,
-    FIRST: tl.constexpr, NORMALIZED: tl.constexpr, EARLY: tl.constexpr,
+    NORMALIZED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -126,31 +134,24 @@ def _router_kernel(
         scores = tl.load(
             logits + row * count + i, mask=i < count, other=float("-inf"), cache_modifier=".cg"
         ).to(tl.float32)
-        _choose(scores, weights + row * k, experts + row * k, k, ALL, FIRST, NORMALIZED)
+        _choose(scores, weights + row * k, experts + row * k, k, ALL, NORMALIZED)
 
 
 @triton.jit
-def _choose(
-    scores, weights, experts, k, ALL: tl.constexpr, FIRST: tl.constexpr, NORMALIZED: tl.constexpr
-):
+def _choose(scores, weights, experts, k, ALL: tl.constexpr, NORMALIZED: tl.constexpr):
     """Write the k best of scores [ALL], the best first."""
     i = tl.arange(0, ALL)
     highest = tl.reduce(scores, 0, LARGEST)
     powers = tl.exp(scores - highest)
-    whole = tl.reduce(powers, 0, SUM)
-    left = powers / whole if FIRST else scores
     chosen = i < 0
     for j in range(k):
-        open_ones = tl.where(chosen, float("-inf"), left)
+        open_ones = tl.where(chosen, float("-inf"), scores)
         best = tl.reduce(open_ones, 0, LARGEST)
         at = tl.reduce(tl.where(open_ones == best, i, ALL - 1), 0, SMALLEST)
         tl.store(experts + j, at.to(tl.int64))
         chosen = chosen | (i == at)
-    part = tl.where(chosen, powers, 0.0)
-    if FIRST:
-        part = part / whole
-    if NORMALIZED or not FIRST:
-        part = part / tl.reduce(part, 0, SUM)
+    whole = tl.reduce(tl.where(chosen, powers, 0.0) if NORMALIZED else powers, 0, SUM)
+    part = powers / whole
     tl.debug_barrier()
     for j in range(k):
         at = tl.load(experts + j)
