@@ -152,6 +152,8 @@ def _launch(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) ->
         _gemv(x, weight, bias, plan, out)
     elif plan.path == "parallel":
         _parallel(x, weight, bias, plan, out)
+    elif plan.path == "stream":
+        _stream(x, weight, bias, plan, out)
     elif plan.path in ("async", "ws") and _is_aligned(x):
         _async(x, weight, bias, plan, out)
     elif plan.path == "mid" and _is_aligned(x):
@@ -268,6 +270,25 @@ def _parallel(
         EVEN_K=even, EARLY=early, PREFETCH=plan.prefetch if early else 0, STAGES=plan.stages,
         INTERPRETED=INTERPRETED.value, num_warps=plan.warps,
         **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+
+
+def _stream(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor) -> None:
+    from quantload.runtime.kernels import nibble_stream as s
+
+    m, n = out.shape
+    blocks = weight.words.shape[0]
+    early = plan.early and launches_early(x.device)
+    programs = min(triton.cdiv(n, plan.rows), plan.splits * card_of(x.device).processors)
+    few = 1 if m == 1 else 8
+    s.stream_kernel[(programs,)](
+        s.described_inputs(x, blocks, [few, plan.unroll, 64]),
+        s.described_words(weight.words, [plan.unroll, plan.rows, 64]),
+        s.described_scales(weight.scale, [plan.unroll, plan.rows]),
+        weight.outer, bias, out, m, n, triton.cdiv(blocks, plan.unroll),
+        S=plan.unroll, BN=plan.rows, XM=few, STAGES=plan.stages, num_warps=plan.warps,
+        **({"launch_pdl": True} if early else {}),
+        **({"maxnreg": plan.registers} if plan.registers else {}),
     )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "candidates", "kernel_name", "plan_for"]
 
-_Path = Literal["decode", "mid", "dense", "gemv", "parallel", "async", "ws"]
-_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "async", "ws")
+_Path = Literal["decode", "mid", "dense", "gemv", "parallel", "async", "ws", "stream"]
+_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "async", "ws", "stream")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Plan:
         swizzle: Tiles of rows that run beside each other.
         early: The kernel may start before the one before has ended (sm_90).
         prefetch: Blocks of words that are asked for before that one has ended.
+        registers: Most registers of a thread, 0 for no limit.
     """
 
     path: _Path
@@ -53,6 +54,7 @@ class Plan:
     swizzle: int = 1
     early: bool = True
     prefetch: int = 0
+    registers: int = 0
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, int]) -> Plan:
@@ -103,13 +105,15 @@ def _is_served(plan: Plan, weight: NibbleWeight) -> bool:
     if plan.path in ("decode", "dense"):
         return True
     is_aligned = weight.columns is not None or weight.features % 8 == 0
-    return weight.offset is None and (is_aligned or plan.path not in ("mid", "async", "ws"))
+    return weight.offset is None and (
+        is_aligned or plan.path not in ("mid", "async", "ws", "stream")
+    )
 
 
 def fitted(plan: Plan, weight: NibbleWeight) -> Plan:
     """Return the plan with as many parts of K, and blocks of a round, as the weight has."""
     blocks, _, columns = weight.words.shape
-    if plan.path in ("async", "ws"):
+    if plan.path in ("async", "ws", "stream"):
         return plan
     if plan.path != "decode":
         return replace(plan, splits=max(1, min(plan.splits, blocks)))
