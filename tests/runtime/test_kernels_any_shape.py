@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from weight_forms import CASES
+from weight_forms import make_weight as make_form
 
 from quantload.quant.activation import fake_quantize
 from quantload.quant.qtensor import QuantTensor
@@ -131,6 +133,19 @@ def test_every_row_of_the_table_in_the_interpreter(index, kernel_device, poisone
         assert not close(y, x[:m], weight, input, bias), row.name
 
 
+@pytest.mark.parametrize("index", range(len(CASES)), ids=list(CASES))
+@torch.no_grad()
+def test_every_row_and_every_form_of_weight(index, kernel_device, poisoned, monkeypatch):
+    """Zero points, offsets, act-order, odd groups, tables: what schemes do not have."""
+    m, n, k = ((2, 37, 200), (9, 70, 136), (1, 33, 264))[index % 3]
+    weight = make_form(list(CASES.values())[index], n, k, seed=index)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(index)).to(F16)
+    x = x.to(kernel_device)
+    for row in rows_for(weight, None, kernel_device, F16, monkeypatch):
+        packed = row.pack(weight.to(kernel_device), None, device=kernel_device, dtype=F16)
+        assert not close(packed(x), x, weight, None), row.name
+
+
 def with_bad_row(x, bad):
     broken = x.clone()
     broken[len(x) // 2, x.shape[1] - 1] = bad
@@ -176,6 +191,22 @@ def test_every_row_of_the_table_on_the_card(name, card, poisoned, monkeypatch):
                     failures.append(f"{place} M={m}: two runs differ")
     assert not failures, "\n".join(failures[:20]) + f"\n{len(failures)} failures"
     assert "dequantize and multiply" in ran
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_every_row_and_every_form_of_weight_on_the_card(name, card, poisoned, monkeypatch):
+    failures = []
+    for n, k in ((77, 1000), (640, 1536)):
+        weight = make_form(CASES[name], n, k).to(card)
+        x = torch.randn(300, k, device=card, dtype=BF16)
+        for row in rows_for(weight, None, card, BF16, monkeypatch):
+            packed = row.pack(weight, None, device=card, dtype=BF16)
+            for m in (1, 16, 40, 300):
+                if said := close(packed(x[:m]), x[:m], weight, None):
+                    failures.append(f"{row.name} {n}x{k} M={m}: {said}")
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.gpu
