@@ -31,6 +31,7 @@ from triton.language.extra import libdevice
 from quantload.runtime.kernels.byte_unpack import unpack2
 from quantload.runtime.kernels.dependent_launch import let_next_start, wait_for_previous
 from quantload.runtime.kernels.grouped_scales import (
+    ask_for,
     four_scales,
     four_zeros,
     group_row,
@@ -173,6 +174,31 @@ def _finished(
         return _activated(acc, alpha, ACT, INTERPRETED), columns, is_column
 
 
+@triton.jit
+def _place(
+    step, rows, of_step, N, B, blocks_per_group, GROUPS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Return where what a step meets is: [BN], or [PARTS, BN] where it has parts."""
+    if PARTS == 1:
+        return group_row(step, blocks_per_group, GROUPS) * N + rows
+    else:
+        row = group_row(tl.minimum(step * PARTS + of_step, B - 1), blocks_per_group, GROUPS)
+        return (row * N)[:, None] + rows[None, :]
+
+
+@triton.jit
+def _ask(
+    part, step, tile, of_step, N, B, blocks_per_group,
+    IS_THERE: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ASK: tl.constexpr,
+):  # fmt: skip
+    """Ask for the first line of what a step meets; loads of 4 bytes and more are pipelined."""
+    if IS_THERE and ASK:
+        if part.dtype.element_ty.primitive_bitwidth < 32:
+            b = tl.minimum(step * PARTS + of_step, B - 1)
+            row = group_row(b, blocks_per_group, GROUPS)
+            ask_for(part, row * N + tl.minimum(tile, N - 1), IS_THERE)
+
+
 # counts that change from call to call, or from layer to layer, share a compiled kernel
 _SHARED = (
     "S", "first", "E", "B", "G", "rows_per_input", "blocks_per_group", "capacity",
@@ -227,6 +253,7 @@ def grouped_kernel(  # noqa: C901 - what is not there is compiled out
     if FORM == "zero":
         zero += held * G * N
     registers = table_registers(table, FORM, INTERPRETED)
+    ASK: tl.constexpr = not INTERPRETED
     if PARTS == 1:
         acc = tl.full((BN, BM), 0.0, tl.float32)
         x_at = x_rows[None, :] + c[:, None]
@@ -235,12 +262,6 @@ def grouped_kernel(  # noqa: C901 - what is not there is compiled out
         acc = tl.full((PARTS, BN, BM), 0.0, tl.float32)
         x_at = x_rows[None, None, :] + (part * (SLOTS * C))[:, None, None] + c[None, :, None]
         mask = inside[None, None, :]
-    raw_scale = _groups(
-        scale, block * 0, tile, n, part, N, B, blocks_per_group, KIND != "none", GROUPS, PARTS
-    )  # fmt: skip
-    raw_zero = _groups(
-        zero, block * 0, tile, n, part, N, B, blocks_per_group, FORM == "zero", GROUPS, PARTS
-    )  # fmt: skip
     tiles = tl.minimum(TILES, (N - tile + BN - 1) // BN)
     for i in tl.range(0, tiles * steps, num_stages=STAGES):
         step = i % steps
@@ -259,24 +280,21 @@ def grouped_kernel(  # noqa: C901 - what is not there is compiled out
             )  # fmt: skip
             k = (b * (SLOTS * C))[:, None, None] + c[None, :, None]
         inputs = _inputs(x_at + step * (PARTS * SLOTS * C), mask, k, K, C, SLOTS, EVEN)
-        # scales of the next step are on their way while this one is multiplied
-        following = tl.minimum(i + 1, tiles * steps - 1)
-        then, there = following % steps, tile + following // steps * BN
-        next_scale = _groups(
-            scale, then, there, n, part, N, B, blocks_per_group, KIND != "none", GROUPS, PARTS
-        )  # fmt: skip
-        next_zero = _groups(
-            zero, then, there, n, part, N, B, blocks_per_group, FORM == "zero", GROUPS, PARTS
-        )  # fmt: skip
-        scales = four_scales(raw_scale, KIND, GROUPS, PARTS)
+        # scales of a step to come are on their way while this one is multiplied
+        later = tl.minimum(i + 2, tiles * steps - 1)
+        then, there = later % steps, tile + later // steps * BN
+        _ask(scale, then, there, part, N, B, blocks_per_group, KIND != "none", GROUPS, PARTS, ASK)
+        _ask(zero, then, there, part, N, B, blocks_per_group, FORM == "zero", GROUPS, PARTS, ASK)
+        place = _place(step, rows, part, N, B, blocks_per_group, GROUPS, PARTS)
+        scales = four_scales(raw_groups(scale, place, KIND != "none"), KIND, GROUPS, PARTS)
         if SLOTS == 4:
+            raw_zero = raw_groups(zero, place, FORM == "zero")
             zeros = four_zeros(raw_zero, FORM, GROUPS, PARTS)
             values = unpack4(packed, zeros, registers, FORM, dtype, INTERPRETED)
             acc = plus_four(acc, values, inputs, scales, KIND, GROUPS, AFTER)
         else:
             values = unpack2(packed, None, FORM, dtype, INTERPRETED)
             acc = plus_two(acc, values, inputs, scales, KIND, GROUPS, AFTER)
-        raw_scale, raw_zero = next_scale, next_zero
         if step == steps - 1:
             sums = acc if PARTS == 1 else tl.reduce(acc, 0, _add)
             y, columns, is_column = _finished(
@@ -287,18 +305,3 @@ def grouped_kernel(  # noqa: C901 - what is not there is compiled out
             is_there = inside[None, :] & is_column[:, None]
             tl.store(target, y.to(out.dtype.element_ty), mask=is_there)
             acc = tl.full(acc.shape, 0.0, tl.float32)
-
-
-@triton.jit
-def _groups(
-    part, step, tile, n, of_step, N, B, blocks_per_group,
-    IS_THERE: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Load one part of the groups that a step meets: [BN], or [PARTS, BN] where it has parts."""
-    rows = tl.minimum(tile + n, N - 1)
-    if PARTS == 1:
-        row = group_row(step, blocks_per_group, GROUPS)
-        return raw_groups(part, row * N + rows, N, IS_THERE, GROUPS)
-    else:
-        row = group_row(tl.minimum(step * PARTS + of_step, B - 1), blocks_per_group, GROUPS)
-        return raw_groups(part, (row * N)[:, None] + rows[None, :], N, IS_THERE, GROUPS)

@@ -27,8 +27,14 @@ Rows = Literal["plain", "halves", "alternate"]  # no gate; gate before up; gate,
 _EIGHT = 8
 _SLICE_WIDTHS = (64, 32, 16)
 _BIAS = 8  # int2 .. int4 are held as code + 8
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD_BYTES = 8
+_DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+    "e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn,
+}  # fmt: skip
+_KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 _LARGEST_ZERO = 63  # what `unpack4` subtracts exactly
-_SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,13 +43,14 @@ class GroupedWeight:
 
     Args:
         words: [E, B, P, C] int16.
-        scale: [E, G, P] float, or bytes: uint8 exponents of two, float8_e4m3fn; None where a row
-            has one scale, which is then in `outer`.
-        zero: [E, G, P] uint8, in units of a nibble, or None.
+        scale: [E, G, P] integers with the bits of the scales that a block meets, side by side; None
+            where a row has one scale, which is then in `outer`.
+        zero: [E, G, P] integers with as many bytes, in units of a nibble, or None.
         outer: [E, P] float32, multiplier of a row, or None.
         bias: [E, P] float32, or None.
         table: [24] int32 of `lookup_table`, or None.
         form: "int", "uint", "zero", "e2m1", "table": nibbles; "int8", "e4m3", "e5m2": bytes.
+        kind: What a scale is: "bf16", "fp16", "fp32", "e8m0", "e4m3", or "none".
         group: Columns that share a scale; K if a row does.
         rows: How rows were ordered before they were packed.
         out_features: N.
@@ -57,6 +64,7 @@ class GroupedWeight:
     bias: Tensor | None
     table: Tensor | None
     form: str
+    kind: str
     group: int
     rows: Rows
     out_features: int
@@ -71,11 +79,6 @@ class GroupedWeight:
     def slots(self) -> int:
         """Codes of a word."""
         return _slots(self.form)
-
-    @property
-    def slices_per_group(self) -> int:
-        """Slices that share a scale."""
-        return max(1, self.group // self.words.shape[-1])
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parts that are tensors, by field name."""
@@ -94,10 +97,9 @@ class GroupedWeight:
         values = _values_of(codes, self.form, self.table)
         group = torch.arange(self.in_features, device=codes.device) // self.group
         if self.zero is not None:
-            values = values - self.zero[e].t().float()[:, group]
+            values = values - _apart(self.zero[e], torch.uint8).t().float()[:, group]
         if self.scale is not None:
-            scale = self.scale[e]
-            scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+            scale = _apart(self.scale[e], _DTYPES[self.kind])
             values = values * scale.float().t()[:, group]
         if self.outer is not None:
             values = values * self.outer[e][:, None]
@@ -166,7 +168,8 @@ def why_not(weight: QuantTensor) -> str | None:
     if grid.name == "e5m2" and not bool(weight.codes.float().isfinite().all()):
         return "e5m2 codes that are infinite or NaN"
     if _slice_width(weight) is None:
-        return f"groups of {weight.block[1]} columns are no slices of 16, 32 or 64"
+        dtype = weight.multiplier.dtype
+        return f"groups of {weight.block[1]} columns with {dtype} scales are no slices of 16 to 64"
     return None
 
 
@@ -194,12 +197,17 @@ def _nibble_zeros(weight: QuantTensor) -> Tensor | None:
 
 
 def _slice_width(weight: QuantTensor) -> int | None:
-    """Return C: groups are a slice, a pair of slices, or whole blocks."""
+    """Return C: groups are a slice, two or whole blocks, and their scales fit an integer."""
     group, slots = weight.block[1], 2 if weight.grid.bits > 4 else 4
     if group >= weight.shape[1]:
         return _SLICE_WIDTHS[0]
-    fitting = (w for w in _SLICE_WIDTHS if group in (w, 2 * w) or group % (slots * w) == 0)
-    return next(fitting, None)
+    itemsize = _loadable(weight.multiplier[:1, :1]).itemsize
+    for width in _SLICE_WIDTHS:
+        count = max(1, slots * width // group)
+        fits = group in (width, 2 * width) or group % (slots * width) == 0
+        if fits and count * itemsize <= _WORD_BYTES:
+            return width
+    return None
 
 
 def _per_row(weight: QuantTensor) -> QuantTensor:
@@ -214,13 +222,14 @@ class _Packed:
     parts: dict[str, Tensor | None]
     table: Tensor | None
     form: str
+    kind: str
     group: int
 
     @property
-    def kind(self) -> tuple[object, ...]:
+    def likeness(self) -> tuple[object, ...]:
         """What experts must have in common."""
         parts = [None if part is None else (part.dtype, part.shape) for part in self.parts.values()]
-        return (*parts, self.form, self.group)
+        return (*parts, self.form, self.kind, self.group)
 
 
 def _pack(weight: QuantTensor, rows: Rows, dtype: torch.dtype) -> _Packed:
@@ -230,19 +239,22 @@ def _pack(weight: QuantTensor, rows: Rows, dtype: torch.dtype) -> _Packed:
     assert width is not None, "`why_not` accepts it"
     places = _packed_places(rows, weight.shape[0], weight.device)
     words = _words(weight, form, width, places)
+    per_row, block = _per_row(weight), _slots(form) * width
     group = min(weight.block[1], weight.shape[1])
-    groups = -(-words.shape[0] * _slots(form) * width // group)  # with those of padded columns
-    per_row = _per_row(weight)
+    count = 1 if group == weight.shape[1] else max(1, block // group)  # groups of a block
+    groups = -(-words.shape[0] * block // group) if count == 1 else words.shape[0] * count
     scale, outer = _scale_and_outer(per_row, form)
     zero = None if weight.zero is None else _nibble_zeros(per_row)
-    table = weight.grid.table if form == "table" else None
     parts = {
         "words": words,
-        "scale": None if scale is None else _by_group(scale, places, groups),
-        "zero": None if zero is None else _by_group(zero, places, groups),
-        "outer": None if outer is None else _by_group(outer[:, None], places, 1)[0],
+        "scale": None if scale is None else _by_group(scale, places, groups, count),
+        "zero": None if zero is None else _by_group(zero, places, groups, count),
+        "outer": None if outer is None else outer[places.clamp(min=0)],
     }
-    return _Packed(parts, None if table is None else _table(table, dtype, words), form, group)
+    values = weight.grid.table if form == "table" else None
+    table = None if values is None else _table(values, dtype, words)
+    kind = "none" if scale is None else _KINDS[scale.dtype]
+    return _Packed(parts, table, form, kind, group)
 
 
 def _table(values: tuple[float, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -279,17 +291,21 @@ def _scale_and_outer(weight: QuantTensor, form: str) -> tuple[Tensor | None, Ten
 
 
 def _loadable(scale: Tensor) -> Tensor:
-    if scale.dtype == torch.float8_e8m0fnu:
-        return scale.view(torch.uint8)
-    return scale if scale.dtype in _SCALE_DTYPES else scale.float()
+    return scale if scale.dtype in _KINDS else scale.float()
 
 
-def _by_group(part: Tensor, places: Tensor, groups: int) -> Tensor:
-    """[N, G] to [groups, P]; groups of padded columns have zeros."""
+def _by_group(part: Tensor, places: Tensor, groups: int, count: int) -> Tensor:
+    """[N, G] to [groups / count, P] integers of `count` groups; those of padding are zeros."""
     raw = part.view(torch.uint8) if part.itemsize == 1 else part
     raw = raw[places.clamp(min=0)].t()
-    missing = max(0, groups - raw.shape[0])
-    return torch.nn.functional.pad(raw, (0, 0, 0, missing)).contiguous().view(part.dtype)
+    raw = torch.nn.functional.pad(raw, (0, 0, 0, max(0, groups - raw.shape[0])))
+    beside = raw.unflatten(0, (-1, count)).movedim(1, 2).contiguous()  # [.., P, count]
+    return beside.view(_INTEGERS[count * part.itemsize]).squeeze(-1)
+
+
+def _apart(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo `_by_group` but for the order of rows: [G, P]."""
+    return part.unsqueeze(-1).view(dtype).movedim(2, 1).flatten(0, 1)
 
 
 # -- putting experts together ------------------------------------------------------------------
@@ -320,7 +336,7 @@ class ExpertStack:
         if self._first is None:
             self._start(packed, weight.shape)
         assert self._first is not None, "started"
-        if (packed.kind, weight.device) != (self._first.kind, self._parts["words"].device):
+        if (packed.likeness, weight.device) != (self._first.likeness, self._parts["words"].device):
             return "experts are quantized in different ways"
         for name, place in self._parts.items():
             part = packed.parts[name]
@@ -370,6 +386,7 @@ class ExpertStack:
             bias=bias,
             table=self._first.table,
             form=self._first.form,
+            kind=self._first.kind,
             group=self._first.group,
             rows=self.rows,
             out_features=self._shape[0],

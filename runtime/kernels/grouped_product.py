@@ -179,6 +179,7 @@ def _product(
     first: int,
     settings: list[int],
     form: str,
+    kind: str,
     group: int,
     rows: str,
     act: str,
@@ -201,11 +202,8 @@ def _product(
     look = max(16, triton.next_power_of_2(pairs)) if blocks is None else 0
     alpha, gate_limit, act_limit, up_limit, shift = limits
     is_limited = any(math.isfinite(limit) for limit in limits[1:4]) or shift != 0
-    step, kind = slots * columns, _kind(scale)
+    step = slots * columns
     is_whole = group >= x.shape[1]  # one group a row, however far the last block is padded
-    if kind == "e4m3":
-        assert scale is not None, "scales have a kind"
-        scale = scale.view(torch.uint8)
     with torch.cuda.device_of(x):
         grouped_kernel[(triton.cdiv(n, tile * tiles), count)](
             x, words, scale, zero, outer, bias, table, index,
@@ -224,12 +222,6 @@ def _product(
             INTERPRETED=_INTERPRETED, num_warps=warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return out
-
-
-def _kind(scale: Tensor | None) -> str:
-    if scale is None:
-        return "none"
-    return {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}.get(scale.dtype, "float")
 
 
 @_product.register_fake
@@ -273,7 +265,7 @@ def grouped_product(
         routing.index, routing.order, routing.blocks,
         weight.out_features // 2 if is_gated else weight.out_features, routing.first,
         [settings.get(name, 1) for name in _SETTINGS],
-        weight.form, weight.group, weight.rows, act.name, limits, choices, is_second,
+        weight.form, weight.kind, weight.group, weight.rows, act.name, limits, choices, is_second,
         torch.float32 if in_float32 else x.dtype,
     )  # fmt: skip
     return found

@@ -9,111 +9,124 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["four_scales", "four_zeros", "group_row", "plus_four", "plus_two", "raw_groups"]
-
-
-@triton.jit
-def _scale_values(raw, KIND: tl.constexpr):
-    """Turn stored scales into float32.
-
-    Args:
-        raw: float, or uint8 of the kinds "e8m0" (a power of two) and "e4m3".
-        KIND: "float", "e8m0" or "e4m3".
-    """
-    if KIND == "e8m0":
-        exponent = raw.to(tl.int32)
-        bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
-        bits = tl.where(exponent == 255, 0x7FC00000, bits)
-        return bits.to(tl.float32, bitcast=True)
-    elif KIND == "e4m3":
-        # in the place of a float32's exponent, 120 too small; exact for subnormals too
-        code = raw.to(tl.int32)
-        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-        return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
-    else:
-        return raw.to(tl.float32)
+__all__ = [
+    "ask_for",
+    "four_scales",
+    "four_zeros",
+    "group_row",
+    "plus_four",
+    "plus_two",
+    "raw_groups",
+]
 
 
 @triton.jit
 def group_row(block, blocks_per_group, GROUPS: tl.constexpr):
-    """Return the first group that a block of slices meets."""
+    """Return the row of scales that a block of slices meets."""
     if GROUPS == 4:
         return block // blocks_per_group
     else:
-        return block * (4 // GROUPS)
+        return block
 
 
 @triton.jit
-def raw_groups(part, place, N, IS_THERE: tl.constexpr, GROUPS: tl.constexpr):
-    """Load one part of the groups that a block meets, as it is stored.
-
-    Args:
-        part: [G, N] pointer: scales or zero points.
-        place: [..., BN] where those of the first group are.
-        N: Rows of the weight.
-        IS_THERE: False loads nothing.
-        GROUPS: See the top of this file.
-    """
-    if not IS_THERE:
-        return (0,)
-    elif GROUPS == 4:
-        return (tl.load(part + place),)
-    elif GROUPS == 2:
-        return tl.load(part + place), tl.load(part + place + N)
+def raw_groups(part, place, IS_THERE: tl.constexpr):
+    """Load what a block meets, one integer for each row of the weight, at places [..., BN]."""
+    if IS_THERE:
+        return tl.load(part + place)
     else:
-        return (
-            tl.load(part + place), tl.load(part + place + N),
-            tl.load(part + place + 2 * N), tl.load(part + place + 3 * N),
+        return 0
+
+
+@triton.jit
+def ask_for(part, place, IS_THERE: tl.constexpr):
+    """Ask for the lines at some places, so that `raw_groups` finds them in the L1 cache."""
+    if IS_THERE:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l",
+            args=[(part + place).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
 @triton.jit
-def _column(raw, PARTS: tl.constexpr):
+def _scale(raw, SLOT: tl.constexpr, KIND: tl.constexpr):
+    """Return scale SLOT of `raw` as float32."""
+    if KIND == "e8m0":
+        exponent = (raw.to(tl.int32) >> (8 * SLOT)) & 255
+        bits = tl.where(exponent == 0, 0x00400000, exponent << 23)  # 2^-127 is subnormal
+        bits = tl.where(exponent == 255, 0x7FC00000, bits)
+        return bits.to(tl.float32, bitcast=True)
+    elif KIND == "e4m3":
+        # at the place of a float32's exponent, 120 too small; exact for subnormals too
+        code = raw.to(tl.int32) >> (8 * SLOT)
+        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    elif KIND == "bf16":
+        half = (raw >> (16 * SLOT)).to(tl.int32)
+        return (half << 16).to(tl.float32, bitcast=True)
+    elif KIND == "fp16":
+        half = (raw >> (16 * SLOT)).to(tl.int16)
+        return half.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        tl.static_assert(KIND == "fp32", "unknown kind of scales")
+        return (raw >> (32 * SLOT)).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _column(part, PARTS: tl.constexpr):
     """[BN] to [BN, 1], [PARTS, BN] to [PARTS, BN, 1]."""
     if PARTS == 1:
-        return raw[:, None]
+        return part[:, None]
     else:
-        return raw[:, :, None]
+        return part[:, :, None]
 
 
 @triton.jit
 def four_scales(raw, KIND: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
-    """Turn loaded scales into one column of float32 for each quarter; 1 where there are none."""
+    """Turn loaded scales into one column of float32 for each quarter; 1 where there are none.
+
+    Args:
+        raw: [BN] or [PARTS, BN] integers of `raw_groups`.
+        KIND: "bf16", "fp16", "fp32", "e8m0" (powers of two), "e4m3" or "none".
+        GROUPS: See the top of this file.
+        PARTS: Blocks of a step.
+    """
     if KIND == "none":
         return 1.0, 1.0, 1.0, 1.0
     else:
-        s0 = _column(_scale_values(raw[0], KIND), PARTS)
+        s0 = _column(_scale(raw, 0, KIND), PARTS)
         if GROUPS == 4:
             return s0, s0, s0, s0
         elif GROUPS == 2:
-            s1 = _column(_scale_values(raw[1], KIND), PARTS)
+            s1 = _column(_scale(raw, 1, KIND), PARTS)
             return s0, s0, s1, s1
         else:
             return (
-                s0, _column(_scale_values(raw[1], KIND), PARTS),
-                _column(_scale_values(raw[2], KIND), PARTS),
-                _column(_scale_values(raw[3], KIND), PARTS),
+                s0, _column(_scale(raw, 1, KIND), PARTS),
+                _column(_scale(raw, 2, KIND), PARTS), _column(_scale(raw, 3, KIND), PARTS),
             )  # fmt: skip
 
 
 @triton.jit
+def _zero(raw, SLOT: tl.constexpr, PARTS: tl.constexpr):
+    return _column((raw.to(tl.int32) >> (8 * SLOT)) & 63, PARTS)
+
+
+@triton.jit
 def four_zeros(raw, FORM: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
-    """Return one column of loaded zero points for each quarter; nothing in other forms."""
+    """Turn loaded bytes into one column of zero points for each quarter; nothing in other forms."""
     if FORM != "zero":
         return 0, 0, 0, 0
     else:
-        z0 = _column(raw[0].to(tl.int32), PARTS)
+        z0 = _zero(raw, 0, PARTS)
         if GROUPS == 4:
             return z0, z0, z0, z0
         elif GROUPS == 2:
-            z1 = _column(raw[1].to(tl.int32), PARTS)
+            z1 = _zero(raw, 1, PARTS)
             return z0, z0, z1, z1
         else:
-            return (
-                z0, _column(raw[1].to(tl.int32), PARTS),
-                _column(raw[2].to(tl.int32), PARTS), _column(raw[3].to(tl.int32), PARTS),
-            )  # fmt: skip
+            return z0, _zero(raw, 1, PARTS), _zero(raw, 2, PARTS), _zero(raw, 3, PARTS)
 
 
 @triton.jit
