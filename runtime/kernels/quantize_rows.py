@@ -1,6 +1,6 @@
 """Quantizes an input on the device: codes and scales of `quant.activation`, bit for bit.
 
-Grid: one program for each row of a scheme per token or tensor; BM rows x BG groups of a scheme in
+Grid: (M, shares of a row) of a scheme per token or tensor; BM rows x BG groups of a scheme in
 groups. Masked: columns past K. Limit: memory; a row is read once up to 32768 columns, twice above.
 
 Letters: M tokens, K features, G groups of features.
@@ -41,6 +41,7 @@ from quantload.runtime.kernels.quantize import (
 __all__ = ["quantize_rows", "quantize_static", "rows_reach", "why_not"]
 
 _WIDEST = 1 << 15  # columns that a program holds at once
+_PROGRAMS = 264  # two for each processor of an H200
 _GROUP_ELEMENTS = 4096  # of a tile of groups
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -124,10 +125,13 @@ def reach_of_rows(x, reach, K, stride_x, BLOCK: tl.constexpr):
 def quantize_tokens(
     x, given, codes, scales, K, stride_x, given_step,
     GRID: tl.constexpr, DTYPE: tl.constexpr, ZEROS: tl.constexpr, PER_TENSOR: tl.constexpr,
-    BLOCK: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, WRITE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one row; `given` [M] or [1] is what it reaches, or None."""
-    row = tl.program_id(0)
+    """Quantize one row, or WRITE columns of it again and again; `given` [M] or [1] is its reach.
+
+    Where there are few rows, several programs share one: each looks at all of it.
+    """
+    row, share = tl.program_id(0), tl.program_id(1)
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     x += row.to(tl.int64) * stride_x
@@ -142,21 +146,23 @@ def quantize_tokens(
         scale, zero = _scale_and_zero(low, high, DTYPE)
     else:
         scale, zero = row_scale(_reach(x, part, K, BLOCK), GRID, DTYPE), None
-    if ZEROS:
-        tl.store(scales + 2 * row, scale)
-        tl.store(scales + 2 * row + 1, zero)
-    elif not PER_TENSOR:
-        tl.store(scales + row + tl.arange(0, 1), scale)
-    elif row == 0:
-        tl.store(scales + tl.arange(0, 1), scale)
-    if ONCE:
+    if share == 0:
+        if ZEROS:
+            tl.store(scales + 2 * row, scale)
+            tl.store(scales + 2 * row + 1, zero)
+        elif not PER_TENSOR:
+            tl.store(scales + row + tl.arange(0, 1), scale)
+        elif row == 0:
+            tl.store(scales + tl.arange(0, 1), scale)
+    if WRITE == 0:
         tl.store(codes + columns, scaled_codes(part, scale, zero, GRID, DTYPE), mask=columns < K)
     else:
-        for start in range(0, K, BLOCK):
-            inside = start + columns < K
-            part = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
-            found = scaled_codes(part, scale, zero, GRID, DTYPE)
-            tl.store(codes + start + columns, found, mask=inside)
+        places = tl.arange(0, WRITE)
+        for start in range(share * WRITE, K, tl.num_programs(1) * WRITE):
+            inside = start + places < K
+            again = tl.load(x + start + places, mask=inside, other=0.0).to(tl.float32)
+            found = scaled_codes(again, scale, zero, GRID, DTYPE)
+            tl.store(codes + start + places, found, mask=inside)
 
 
 @triton.jit
@@ -322,9 +328,13 @@ def _launch_tokens(
     (m, k), early = rows.shape, launches_early(rows.device)
     block = min(triton.next_power_of_2(k), _WIDEST)
     step = 0 if reach is None or reach.numel() == 1 else 1
-    quantize_tokens[(m,)](
+    shares = max(1, min(_PROGRAMS // m, k // 1024)) if block >= k else 1
+    write = min(block, triton.next_power_of_2(triton.cdiv(k, shares)))
+    shares = triton.cdiv(k, write) if shares > 1 else 1
+    quantize_tokens[(m, shares)](
         rows, reach, bits, scales, k, rows.stride(0), step, GRID=grid, DTYPE=dtype, ZEROS=zeros,
-        PER_TENSOR=per_tensor, BLOCK=block, ONCE=block >= k, EARLY=early, num_warps=_warps(block),
+        PER_TENSOR=per_tensor, BLOCK=block, EARLY=early,
+        WRITE=0 if shares == 1 and block >= k else write, num_warps=_warps(block),
         launch_pdl=early,
     )  # fmt: skip
 

@@ -165,3 +165,15 @@ def test_refusals(kernel_device) -> None:
     static = InputScheme(grid=E4M3, granularity="tensor", dynamic=False)
     with pytest.raises(ConfigError, match="from the checkpoint"):
         quantize_rows(torch.zeros(1, 64, device=kernel_device), static)
+
+
+@pytest.mark.parametrize("name", ["e4m3-token", "int8-token-zeros", "e4m3-tensor"])
+def test_programs_share_a_long_row(name, kernel_device) -> None:
+    from quantload.runtime.kernels.quantize_rows import quantize_rows
+
+    x = make_input(3, 2100, BF16)
+    codes, scales = quantize_rows(x.to(kernel_device), SCHEMES[name])
+    wanted, divisor, _ = expected(x, SCHEMES[name])
+    assert torch.equal(codes.cpu().view(torch.int8), wanted.view(torch.int8))
+    found = scales.cpu()[:, 0] if scales.ndim == 2 else scales.cpu()
+    assert torch.equal(found, divisor.float().flatten())
