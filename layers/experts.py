@@ -300,11 +300,9 @@ class FusedExperts(nn.Module):
         assert isinstance(up, GroupedExperts), "looked at when all experts were there"
         assert isinstance(down, GroupedExperts), "as the other"
         up.check_gradient(tokens)
-        first, choices = self.experts.start, index.shape[-1]
-        routing = up.gemm.route(index, first=first)
+        routing, choices = up.gemm.route(index, first=self.experts.start), index.shape[-1]
         rows = up.gemm.product(tokens, routing, choices=choices, activation=activation)
-        rows = down.gemm.product(rows, routing, is_second=True)
-        return down.gemm.summed(rows, weights, index, first=first, dtype=tokens.dtype)
+        return down.gemm.summed(rows, routing, weights, dtype=tokens.dtype)
 
     @property
     def _is_watched(self) -> bool:

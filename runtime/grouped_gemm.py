@@ -135,14 +135,13 @@ class GroupedLinear(nn.Module):
         *,
         choices: int = 1,
         activation: GatedActivation | None = None,
-        is_second: bool = False,
     ) -> Tensor:
         """Multiply, see `grouped_product`; x is rounded as its scheme says.
 
         Raises:
             ShapeError: x is not K wide.
         """
-        from quantload.runtime.kernels.grouped_product import grouped_product, sums_in_float32
+        from quantload.runtime.kernels.grouped_product import grouped_product
 
         if x.shape[-1] != self._weight.in_features:
             raise ShapeError(
@@ -151,23 +150,15 @@ class GroupedLinear(nn.Module):
             )
         if self.round_input is not None:
             x = self.round_input(x)
-        return grouped_product(
-            x,
-            self._weight,
-            routing,
-            choices=choices,
-            activation=activation,
-            in_float32=is_second and sums_in_float32(routing.index.shape[0]),
-            is_second=is_second and self.round_input is None,
-        )
+        return grouped_product(x, self._weight, routing, choices=choices, activation=activation)
 
-    def summed(
-        self, rows: Tensor, weights: Tensor, index: Tensor, *, first: int, dtype: torch.dtype
-    ) -> Tensor:
-        """Sum the results of each token's experts up, see `weighted_sum`."""
-        from quantload.runtime.kernels.route import weighted_sum
+    def summed(self, x: Tensor, routing: Routing, weights: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """Multiply and sum the results of each token's experts up, see `grouped_sum`."""
+        from quantload.runtime.kernels.grouped_sum import grouped_sum
 
-        return weighted_sum(rows, weights, index, first=first, experts=self.experts, dtype=dtype)
+        if self.round_input is not None:
+            x = self.round_input(x)
+        return grouped_sum(x, self._weight, routing, weights, dtype=dtype)
 
     def weight_values(self, dtype: torch.dtype) -> Tensor:
         """Return the weights [E, N, K]."""

@@ -41,7 +41,7 @@ from quantload.runtime.kernels.grouped_scales import (
 )
 from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
 
-__all__ = ["grouped_kernel"]
+__all__ = ["grouped_kernel", "input_slices", "prefetch"]
 
 
 @triton.jit
@@ -78,19 +78,18 @@ def _listed_block(order, blocks, block, capacity, BM: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(words, stride, blocks, BYTES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Ask for the tile of the first BLOCKS blocks, BYTES each, `stride` words apart."""
-    b = tl.minimum(tl.arange(0, BLOCKS), blocks - 1)
-    address = (words + b.to(tl.int64) * stride).to(tl.int64)
-    size = tl.full((BLOCKS,), BYTES, tl.int32)
+def prefetch(address, BYTES: tl.constexpr):
+    """Ask for BYTES at each of some addresses, so that they are in the L2 cache."""
+    place = address.to(tl.int64)
+    size = tl.full(place.shape, BYTES, tl.int32)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        args=[address, size], dtype=tl.int32, is_pure=False, pack=1,
+        args=[place, size], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _inputs(place, inside, k, K, C: tl.constexpr, SLOTS: tl.constexpr, EVEN: tl.constexpr):
+def input_slices(place, inside, k, K, C: tl.constexpr, SLOTS: tl.constexpr, EVEN: tl.constexpr):
     """Load the inputs [.., C, BM] of the slices of a block, of which those from K on are zero."""
     if EVEN:
         x0 = tl.load(place, mask=inside, other=0.0)
@@ -192,7 +191,7 @@ def _ask(
     IS_THERE: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ASK: tl.constexpr,
 ):  # fmt: skip
     """Ask for the first line of what a step meets; loads of 4 bytes and more are pipelined."""
-    if IS_THERE and ASK:
+    if IS_THERE and ASK:  # noqa: SIM102 - only then is `part` a pointer
         if part.dtype.element_ty.primitive_bitwidth < 32:
             b = tl.minimum(step * PARTS + of_step, B - 1)
             row = group_row(b, blocks_per_group, GROUPS)
@@ -226,9 +225,9 @@ def grouped_kernel(  # noqa: C901 - what is not there is compiled out
     product of three axes. A program ends TILES tiles of rows, in one loop.
     """
     dtype: tl.constexpr = x.dtype.element_ty
-    let_next_start(EARLY)
     if not BEFORE:
         wait_for_previous(EARLY)
+        let_next_start(EARLY)  # not sooner: the next one reads the routing before it waits
     block = tl.program_id(1)
     if SP:
         e, pairs, inside = _led_block(index, block, S, first, E, BM, SP)
@@ -239,8 +238,10 @@ def grouped_kernel(  # noqa: C901 - what is not there is compiled out
     words += held * B * N * C
     if BEFORE:
         if EARLY and (e >= 0) & (tile + BN <= N):
-            _prefetch(words + tile * C, N * C, B, BN * C * 2, 4)
+            soon = tl.minimum(tl.arange(0, 4), B - 1).to(tl.int64)
+            prefetch(words + tile * C + soon * (N * C), BN * C * 2)
         wait_for_previous(EARLY)
+        let_next_start(EARLY)
     if e < 0:
         return
     steps = (B + PARTS - 1) // PARTS
@@ -279,7 +280,7 @@ def grouped_kernel(  # noqa: C901 - what is not there is compiled out
                 eviction_policy="evict_first" if ONCE else "",
             )  # fmt: skip
             k = (b * (SLOTS * C))[:, None, None] + c[None, :, None]
-        inputs = _inputs(x_at + step * (PARTS * SLOTS * C), mask, k, K, C, SLOTS, EVEN)
+        inputs = input_slices(x_at + step * (PARTS * SLOTS * C), mask, k, K, C, SLOTS, EVEN)
         # scales of a step to come are on their way while this one is multiplied
         later = tl.minimum(i + 2, tiles * steps - 1)
         then, there = later % steps, tile + later // steps * BN

@@ -203,18 +203,18 @@ def _product(
     alpha, gate_limit, act_limit, up_limit, shift = limits
     is_limited = any(math.isfinite(limit) for limit in limits[1:4]) or shift != 0
     step = slots * columns
-    is_whole = group >= x.shape[1]  # one group a row, however far the last block is padded
+    groups, blocks_per_group = block_groups(group, step, steps, x.shape[1])
     with torch.cuda.device_of(x):
         grouped_kernel[(triton.cdiv(n, tile * tiles), count)](
             x, words, scale, zero, outer, bias, table, index,
             index if order is None else order, index if blocks is None else blocks, out,
             pairs, first, experts, n, x.shape[1], steps,
             next((part.shape[1] for part in (scale, zero) if part is not None), 0),
-            x.stride(0), width, rows_per_input, steps if is_whole else max(1, group // step),
+            x.stride(0), width, rows_per_input, blocks_per_group,
             0 if blocks is None else blocks.shape[1],
             alpha, gate_limit, act_limit, up_limit, shift,
             BN=tile, BM=block, C=columns, SP=look, FORM="int" if form == "int8" else form,
-            SLOTS=slots, KIND=kind, GROUPS=4 if is_whole else max(1, min(4, 4 * group // step)),
+            SLOTS=slots, KIND=kind, GROUPS=groups,
             AFTER=bool(after), EVEN=x.shape[1] == steps * step and steps % parts == 0,
             GATED=rows != "plain" and act != "none", ACT=act, ROWS=rows, LIMITED=is_limited,
             EARLY=early, BEFORE=routed_before, ONCE=pairs <= experts * 2, PARTS=parts,
@@ -269,6 +269,20 @@ def grouped_product(
         torch.float32 if in_float32 else x.dtype,
     )  # fmt: skip
     return found
+
+
+def block_groups(group: int, block: int, blocks: int, features: int) -> tuple[int, int]:
+    """Return GROUPS of `grouped_scales`, and blocks that share a row of scales.
+
+    Args:
+        group: Columns that share a scale.
+        block: Columns of a block.
+        blocks: B.
+        features: K.
+    """
+    if group >= features:  # one group a row, however far the last block is padded
+        return 4, blocks
+    return max(1, min(4, 4 * group // block)), max(1, group // block)
 
 
 def sums_in_float32(pairs: int) -> bool:
