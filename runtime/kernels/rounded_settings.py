@@ -137,8 +137,10 @@ def _narrow_candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> I
         tiles = ((64, group, 8 * deep), (64, group, 12 * deep), (128, group, 6 * deep),
                  (128, group, 8 * deep))  # fmt: skip
     for bn, bk, stages in tiles:
-        for swap in (1, 0) if group and m > 32 else (1,):
-            height = bm if swap else 64
+        # more tiles of fewer tokens read W again, from the L2 cache, but need no parts of K
+        for swap, height in ((1, bm), (1, bm // 2), (0, 64)) if m > 32 else ((1, bm),):
+            if not swap and not group:
+                continue
             waves = (1, 2, 4) if m <= 32 else (1, 2)
             programs = triton.cdiv(n, bn) * triton.cdiv(m, height)
             steps = triton.cdiv(k, bk)
