@@ -300,7 +300,8 @@ def _by_group(part: Tensor, places: Tensor, groups: int, count: int) -> Tensor:
     raw = raw[places.clamp(min=0)].t()
     raw = torch.nn.functional.pad(raw, (0, 0, 0, max(0, groups - raw.shape[0])))
     beside = raw.unflatten(0, (-1, count)).movedim(1, 2).contiguous()  # [.., P, count]
-    return beside.view(_INTEGERS[count * part.itemsize]).squeeze(-1)
+    found: Tensor = beside.view(_INTEGERS[count * part.itemsize]).squeeze(-1)
+    return found
 
 
 def _apart(part: Tensor, dtype: torch.dtype) -> Tensor:

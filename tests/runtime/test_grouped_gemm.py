@@ -126,8 +126,8 @@ def test_ranks_share_a_block(mode, interpreted, monkeypatch):
     expected = put(module, layout, tensors)(*inputs)
     monkeypatch.setattr(Parallel, "all_reduce", lambda _, x: x)
     found = 0
-    for rank in range(2):
-        parallel = Parallel(tp_rank=rank, tp_size=2)
+    for rank in range(3):
+        parallel = Parallel(tp_rank=rank, tp_size=3)
         made = layer_of(module_of("mixtral"), "W4A16:g32", parallel=parallel, mode=mode)
         ours = fill(made, tensors)
         assert kernels_of(ours) == OURS
