@@ -50,6 +50,8 @@ _AUTO_CLASSES: tuple[Any, ...] = (
 # is not even reserved.
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
 _LARGE = 1 << 22
+_FILLING = frozenset((Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_))
+_INITIALIZERS = ("torch.nn.init", "transformers.initialization")  # modules of functions that fill
 
 
 def build_on_meta(
@@ -177,7 +179,7 @@ def _unknown_architecture(config: Mapping[str, Any], found: str) -> ModelError:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Creates large tensors on the meta device."""
+    """Creates large tensors on the meta device, and fills nothing there: that takes time too."""
 
     def __torch_function__(
         self,
@@ -187,6 +189,10 @@ class _LargeOnMeta(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
+        if func in _FILLING or _initializes(func):
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, Tensor) and filled.device.type == "meta":
+                return filled
         if func in _FACTORIES and kwargs.get("device") is None:
             size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
             count = 1
@@ -195,6 +201,11 @@ class _LargeOnMeta(TorchFunctionMode):
             if count >= _LARGE:
                 kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
+
+
+def _initializes(func: Callable[..., Any]) -> bool:
+    is_there = getattr(func, "__module__", "") in _INITIALIZERS
+    return is_there and getattr(func, "__name__", "").endswith("_")
 
 
 @contextmanager
