@@ -15,12 +15,13 @@ from quantload.errors import ConfigError
 from quantload.loader.peak_memory import peak_rss
 from quantload.quant.scheme import parse_scheme
 from quantload.runtime.generate import Decoder, Rules
+from quantload.runtime.prompt_graphs import MOST_TOKENS
 from quantload.runtime.step_model import CacheScales
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_WARM_UP = 3  # the second run of a prompt captures it
+_WARM_UP = 3  # the second run of short prompts captures them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +201,8 @@ def _timed(
     prompts = torch.randint(decoder.model.vocab_size, shape, generator=generator).tolist()
     rules = Rules(max_new_tokens=new_tokens)
     slot = decoder.slot(batch, prompt_tokens + new_tokens)
-    for _ in range(_WARM_UP):
+    is_short = batch * prompt_tokens <= MOST_TOKENS
+    for _ in range(_WARM_UP if is_short else 1):
         decoder.generate(prompts, Rules(max_new_tokens=2))
     times = []
     started = time.perf_counter()
