@@ -42,6 +42,7 @@ __all__ = ["quantize_rows", "quantize_static", "rows_reach", "why_not"]
 
 _WIDEST = 1 << 15  # columns that a program holds at once
 _PROGRAMS = 264  # two for each processor of an H200
+_SHARE = 1024  # columns of a row that a program rounds at once, where several share the row
 _GROUP_ELEMENTS = 4096  # of a tile of groups
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ def reach_of_rows(x, reach, K, stride_x, BLOCK: tl.constexpr):
     tl.store(reach + row + tl.arange(0, 1), found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["given_step"])
 def quantize_tokens(
     x, given, codes, scales, K, stride_x, given_step,
     GRID: tl.constexpr, DTYPE: tl.constexpr, ZEROS: tl.constexpr, PER_TENSOR: tl.constexpr,
@@ -165,7 +166,7 @@ def quantize_tokens(
             tl.store(codes + start + places, found, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "G"])
 def quantize_groups(
     x, codes, scales, M, K, G, stride_x,
     GRID: tl.constexpr, DTYPE: tl.constexpr, POWERS: tl.constexpr,
@@ -185,7 +186,7 @@ def quantize_groups(
     tl.store(scales + m.to(tl.int64)[:, None] * G + g[None, :], scale, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def quantize_fixed(
     x, scale, zero, codes, M, K, stride_x,
     GRID: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
@@ -328,13 +329,12 @@ def _launch_tokens(
     (m, k), early = rows.shape, launches_early(rows.device)
     block = min(triton.next_power_of_2(k), _WIDEST)
     step = 0 if reach is None or reach.numel() == 1 else 1
-    shares = max(1, min(_PROGRAMS // m, k // 1024)) if block >= k else 1
-    write = min(block, triton.next_power_of_2(triton.cdiv(k, shares)))
-    shares = triton.cdiv(k, write) if shares > 1 else 1
+    shares = max(1, min(_PROGRAMS // m, k // _SHARE)) if block >= k else 1
+    write = block if block < k else _SHARE if shares > 1 else 0
     quantize_tokens[(m, shares)](
         rows, reach, bits, scales, k, rows.stride(0), step, GRID=grid, DTYPE=dtype, ZEROS=zeros,
         PER_TENSOR=per_tensor, BLOCK=block, EARLY=early,
-        WRITE=0 if shares == 1 and block >= k else write, num_warps=_warps(block),
+        WRITE=write, num_warps=_warps(block),
         launch_pdl=early,
     )  # fmt: skip
 

@@ -163,7 +163,7 @@ def _plain_sums(w_desc, w_ring, x_all, ready, n_start, first, count, total):
     return total
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M", "steps", "splits"])
 def rounded_gemm_fused(
     w_desc, x, w_scale, bias, out, partial, locks, M, N, K, stride, steps, splits,
     STAGES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, SPLIT: gl.constexpr,

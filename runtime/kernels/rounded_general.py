@@ -43,7 +43,7 @@ def _as_floats(bits):
     return bits.to(tl.float8e4nv, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "splits", "x_step", "groups", "block_rows"])
 def rounded_gemm_general(
     w, x, w_scale, x_scale, w_sums, bias, out, partial, locks,
     M, N, K, splits, x_step, groups, block_rows,

@@ -204,7 +204,8 @@ def sum_of_parts(total, nothing, place, size, lock, split, splits, mask):
     return total, is_last
 
 
-@gluon.jit
+# NOTE: what differs from call to call is no reason to compile again
+@gluon.jit(do_not_specialize=["M", "steps", "splits", "x_step", "groups", "block_rows"])
 def rounded_gemm_hopper(
     w_desc, x_desc, w_scale, x_scale, w_sums, bias, out, partial, locks,
     M, N, steps, splits, x_step, groups, block_rows,

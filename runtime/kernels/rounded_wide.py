@@ -140,7 +140,7 @@ def _multiply(
         gl.store(place_out, y.to(out.dtype.element_ty), mask=mask)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M", "steps", "tiles", "x_step", "groups", "block_rows"])
 def rounded_gemm_wide(
     w_desc, x_desc, w_scale, x_scale, w_sums, bias, out,
     M, N, steps, tiles, x_step, groups, block_rows,
