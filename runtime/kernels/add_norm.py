@@ -32,8 +32,8 @@ from quantload.runtime.kernels.dependent_launch import (
     ahead_of,
     fetch_ahead,
     launches_early,
-    let_next_start,
-    wait_for_previous,
+    let_product_start,
+    wait_for_product,
 )
 from quantload.runtime.kernels.quantize import E4M3_GRID, INT8_GRID, group_codes, row_codes
 
@@ -261,7 +261,7 @@ def _add_norm_kernel(
     CODES: tl.constexpr, GRID: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    let_next_start(EARLY)
+    let_product_start(EARLY)
     columns = tl.arange(0, BLOCK)
     inside = (columns < width) & (row < rows)
     w = tl.full((BLOCK,), 0.0, tl.float32)
@@ -270,7 +270,7 @@ def _add_norm_kernel(
         w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if POST:
         late_w = tl.load(post + columns, mask=inside, other=0.0).to(tl.float32)
-    wait_for_previous(EARLY)
+    wait_for_product(EARLY)
     if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
         if row >= rows:
             fetch_ahead(ahead, pieces, (row - rows).to(tl.int32), WARPS)

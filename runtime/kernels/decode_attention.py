@@ -42,8 +42,8 @@ from quantload.runtime.kernels.dependent_launch import (
     ahead_of,
     fetch_ahead,
     launches_early,
-    let_next_start,
-    wait_for_previous,
+    let_product_start,
+    wait_for_product,
 )
 from quantload.runtime.kernels.quantize import e4m3_bits
 
@@ -339,7 +339,7 @@ def _decode_attention_kernel(
     AHEAD: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    let_next_start(EARLY)
+    let_product_start(EARLY)
     # programs that only fetch take the place of the first row, and have no keys
     busy = program < programs
     place = tl.where(busy, program, 0)
@@ -359,7 +359,7 @@ def _decode_attention_kernel(
     start = b * row_stride + h * head_stride
     kt = _block_of(keys + start, low, now, high, place_stride, D, BLOCK, COLUMNS)
     vt = _block_of(values + start, low, now, high, place_stride, D, BLOCK, COLUMNS)
-    wait_for_previous(EARLY)
+    wait_for_product(EARLY)
     if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
         if program >= programs:
             fetch_ahead(ahead, ahead_pieces, program - programs, WARPS)

@@ -40,13 +40,17 @@ __all__ = [
     "fetch_ahead",
     "launches_early",
     "let_next_start",
+    "let_product_start",
     "wait_for_previous",
+    "wait_for_product",
 ]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # What `tl.reduce` combines by; named as they are, the interpreter reduces at once and not in pairs.
 SUM = tl.standard._sum_combine
 LARGEST, SMALLEST = tl.standard._elementwise_max, tl.standard._elementwise_min
+# When a kernel lets the next one start: at its "start", after its "wait", or at its end ("never").
+PRODUCTS, SMALL = tl.constexpr("start"), tl.constexpr("start")
 _PIECE = 1024  # bytes that one thread asks for
 AHEAD_BYTES = 8 << 20  # most that is fetched while one kernel runs
 
@@ -88,16 +92,34 @@ def ahead_of(weights: Tensor | None, device: torch.device, warps: int) -> Ahead 
 
 @triton.jit
 def let_next_start(EARLY: tl.constexpr):
-    """Allow the next kernel to start."""
-    if EARLY:
+    """Of a product: allow the next kernel to start, when this one starts."""
+    if EARLY and PRODUCTS == "start":
         cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(EARLY: tl.constexpr):
-    """Wait until the kernel before has ended and what it wrote is there."""
+    """Of a product: wait until the kernel before has ended and what it wrote is there."""
     if EARLY:
         cuda.gdc_wait()
+        if PRODUCTS == "wait":
+            cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def let_product_start(EARLY: tl.constexpr):
+    """Of a small kernel: allow the product behind it to start, when this one starts."""
+    if EARLY and SMALL == "start":
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_product(EARLY: tl.constexpr):
+    """Of a small kernel: wait until the kernel before has ended and what it wrote is there."""
+    if EARLY:
+        cuda.gdc_wait()
+        if SMALL == "wait":
+            cuda.gdc_launch_dependents()
 
 
 @triton.jit

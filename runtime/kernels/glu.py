@@ -35,8 +35,8 @@ from quantload.runtime.kernels.dependent_launch import (
     ahead_of,
     fetch_ahead,
     launches_early,
-    let_next_start,
-    wait_for_previous,
+    let_product_start,
+    wait_for_product,
 )
 
 __all__ = ["ACTIVATIONS", "WIDEST", "glu", "glu_codes", "is_exact"]
@@ -167,8 +167,8 @@ def _glu_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (columns < width) & (row < tokens)
-    let_next_start(EARLY)
-    wait_for_previous(EARLY)
+    let_product_start(EARLY)
+    wait_for_product(EARLY)
     if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
         if row >= tokens:
             index = (row - tokens).to(tl.int32) * tl.num_programs(1) + tl.program_id(1)
@@ -189,8 +189,8 @@ def _glu_codes_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = (columns < width) & (row < tokens)
-    let_next_start(EARLY)
-    wait_for_previous(EARLY)
+    let_product_start(EARLY)
+    wait_for_product(EARLY)
     if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
         if row >= tokens:
             fetch_ahead(ahead, pieces, (row - tokens).to(tl.int32), WARPS)
