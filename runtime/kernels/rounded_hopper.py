@@ -205,13 +205,12 @@ def sum_of_parts(total, nothing, place, size, lock, split, splits, mask):
 
 
 # NOTE: what differs from call to call is no reason to compile again
-@gluon.jit(do_not_specialize=["M", "steps", "splits", "x_step", "groups", "block_rows"])
+@gluon.jit(do_not_specialize=["M", "steps", "splits", "x_step", "groups", "block_rows", "BAND"])
 def rounded_gemm_hopper(
     w_desc, x_desc, w_scale, x_scale, w_sums, bias, out, partial, locks,
-    M, N, steps, splits, x_step, groups, block_rows,
+    M, N, steps, splits, x_step, groups, block_rows, BAND,
     STAGES: gl.constexpr, GROUPS: gl.constexpr, PER_ROW: gl.constexpr, ZEROS: gl.constexpr,
-    SPLIT: gl.constexpr, EXACT: gl.constexpr, SWAP: gl.constexpr, BAND: gl.constexpr,
-    num_warps: gl.constexpr,
+    SPLIT: gl.constexpr, EXACT: gl.constexpr, SWAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply; see the top of this file.
 
@@ -232,6 +231,7 @@ def rounded_gemm_hopper(
         x_step: See x_scale.
         groups: Groups of columns, with GROUPS.
         block_rows: Rows that share a scale, with GROUPS.
+        BAND: Tiles of W that are taken with all tokens before the next ones.
         STAGES: Places of the ring.
         GROUPS: A scale for each step (BK is then the size of a group).
         PER_ROW: A tile lies in several blocks of rows.
@@ -239,7 +239,6 @@ def rounded_gemm_hopper(
         SPLIT: splits > 1.
         EXACT: See above.
         SWAP: W is the left operand.
-        BAND: Tiles of W that are taken with all tokens before the next ones.
         num_warps: Of a program.
     """
     BN: gl.constexpr = w_desc.block_type.shape[0]
@@ -339,10 +338,10 @@ def launch_hopper(
         TensorDescriptor(packed.codes, [n, k], [k, 1], [bn, bk], layout_of_tile(bn, bk, integers)),
         TensorDescriptor(codes, [m, k], [k, 1], [bm, bk], layout_of_tile(bm, bk, integers)),
         packed.scale, scales, packed.sums, bias, out, partial, locks,
-        m, n, steps, splits, token_step(scales), scales.shape[-1], packed.block_rows,
+        m, n, steps, splits, token_step(scales), scales.shape[-1], packed.block_rows, s["band"],
         STAGES=s["stages"], GROUPS=packed.group > 0, PER_ROW=packed.block_rows % bn != 0,
         ZEROS=packed.sums is not None, SPLIT=splits > 1, EXACT=bool(s["exact"]),
-        SWAP=bool(s["swap"]), BAND=s["band"], num_warps=s["warps"], launch_pdl=True,
+        SWAP=bool(s["swap"]), num_warps=s["warps"], launch_pdl=True,
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ _HALF = 64  # tokens of a group of warps
 
 
 @gluon.jit
-def _place(tile, M, N, BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr):
+def _place(tile, M, N, BM: gl.constexpr, BN: gl.constexpr, BAND):
     """First row of W and of x of a tile; BAND tiles of tokens are taken for each of W."""
     tiles_n = gl.cdiv(N, BN)
     band = tile // (BAND * tiles_n)
@@ -51,7 +51,7 @@ def _place(tile, M, N, BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(w_desc, x_desc, w_ring, x_ring, ready, free, M, N, steps, tiles, BAND: gl.constexpr):
+def _fetch(w_desc, x_desc, w_ring, x_ring, ready, free, M, N, steps, tiles, BAND):
     """Bring the tiles of all steps of all tiles of the result."""
     STAGES: gl.constexpr = w_ring.shape[0]
     BN: gl.constexpr = w_desc.block_type.shape[0]
@@ -77,8 +77,8 @@ def _fetch(w_desc, x_desc, w_ring, x_ring, ready, free, M, N, steps, tiles, BAND
 @gluon.jit
 def _multiply(
     INDEX: gl.constexpr, w_scale, x_scale, w_sums, bias, out, w_ring, x_ring, ready, free,
-    M, N, steps, tiles, x_step, groups, block_rows,
-    GROUPS: gl.constexpr, ZEROS: gl.constexpr, BAND: gl.constexpr,
+    M, N, steps, tiles, x_step, groups, block_rows, BAND,
+    GROUPS: gl.constexpr, ZEROS: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tokens of one half of each tile of the result."""
     STAGES: gl.constexpr = w_ring.shape[0]
@@ -140,12 +140,11 @@ def _multiply(
         gl.store(place_out, y.to(out.dtype.element_ty), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["M", "steps", "tiles", "x_step", "groups", "block_rows"])
+@gluon.jit(do_not_specialize=["M", "steps", "tiles", "x_step", "groups", "block_rows", "BAND"])
 def rounded_gemm_wide(
     w_desc, x_desc, w_scale, x_scale, w_sums, bias, out,
-    M, N, steps, tiles, x_step, groups, block_rows,
-    STAGES: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr, BAND: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    M, N, steps, tiles, x_step, groups, block_rows, BAND,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Multiply; arguments as in `rounded_hopper`, where they are not described here.
 
@@ -164,10 +163,10 @@ def rounded_gemm_wide(
         x_step: Between the scales of two tokens.
         groups: Groups of columns.
         block_rows: Rows that share a scale.
+        BAND: Tiles of tokens that are taken for a tile of W before the next one.
         STAGES: Places of the ring.
         GROUPS: A scale for each step.
         ZEROS: The input has zero points.
-        BAND: Tiles of tokens that are taken for a tile of W before the next one.
         REGISTERS: Of a thread that multiplies.
     """
     BN: gl.constexpr = w_desc.block_type.shape[0]
@@ -186,11 +185,11 @@ def rounded_gemm_wide(
         [
             (_multiply, (
                 0, w_scale, x_scale, w_sums, bias, out, w_ring, x_ring, ready, free,
-                M, N, steps, tiles, x_step, groups, block_rows, GROUPS, ZEROS, BAND,
+                M, N, steps, tiles, x_step, groups, block_rows, BAND, GROUPS, ZEROS,
             )),
             (_multiply, (
                 1, w_scale, x_scale, w_sums, bias, out, w_ring, x_ring, ready, free,
-                M, N, steps, tiles, x_step, groups, block_rows, GROUPS, ZEROS, BAND,
+                M, N, steps, tiles, x_step, groups, block_rows, BAND, GROUPS, ZEROS,
             )),
             (_fetch, (
                 w_desc, x_desc, w_ring, x_ring, ready, free, M, N, steps, tiles, BAND,
@@ -214,7 +213,7 @@ def launch_wide(
         TensorDescriptor(packed.codes, [n, k], [k, 1], [bn, bk], layout_of_tile(bn, bk, integers)),
         TensorDescriptor(codes, [m, k], [k, 1], [_HALF, bk], layout_of_tile(_HALF, bk, integers)),
         packed.scale, scales, packed.sums, bias, out, m, n, triton.cdiv(k, bk), tiles,
-        token_step(scales), scales.shape[-1], packed.block_rows, STAGES=s["stages"],
-        GROUPS=packed.group > 0, ZEROS=packed.sums is not None, BAND=s["band"],
+        token_step(scales), scales.shape[-1], packed.block_rows, s["band"], STAGES=s["stages"],
+        GROUPS=packed.group > 0, ZEROS=packed.sums is not None,
         REGISTERS=s["registers"], num_warps=4, launch_pdl=True,
     )  # fmt: skip
