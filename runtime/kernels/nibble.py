@@ -29,7 +29,9 @@ from quantload.runtime.kernels.nibble_layout import INTERPRETED
 from quantload.runtime.kernels.nibble_mid import mid_kernel
 from quantload.runtime.kernels.nibble_parallel import parallel_kernel
 from quantload.runtime.kernels.nibble_plan import (
+    Card,
     Plan,
+    by_rule,
     card_of,
     fitted,
     plan_for,
@@ -147,6 +149,8 @@ def _launch(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) ->
         return _dense(x, weight, bias)
     if plan.path in ("async", "ws") and not _overlaps(weight):
         plan = replace(plan, path="mid", after=False)
+    if plan.path == "stream" and not _streams(x, weight):
+        plan = fitted(by_rule(x.shape[0], _shape(weight), Card()), weight)
     out = x.new_empty(x.shape[0], weight.rows)
     if plan.path == "gemv":
         _gemv(x, weight, bias, plan, out)
@@ -177,6 +181,15 @@ def _overlaps(weight: NibbleWeight) -> bool:
     """True if the kernel in which unpacking and products overlap serves the weight."""
     of_pairs = _form(weight)["GROUP_SLICES"] == 2
     return (weight.form, weight.kind, weight.dtype) == ("int", "bf16", torch.bfloat16) and of_pairs
+
+
+def _streams(x: Tensor, weight: NibbleWeight) -> bool:
+    """True if the copy engine can bring all that the kernel for a stream of words needs."""
+    blocks, rows, columns = weight.words.shape
+    parts = [part for part in (weight.scale, weight.zero) if part is not None]
+    by_block = all(part.shape[0] == blocks for part in parts)
+    is_whole = x.shape[1] == blocks * 4 * columns and rows % 4 == 0
+    return is_whole and by_block and weight.form != "table" and _is_aligned(x)
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -274,19 +287,22 @@ def _parallel(
 
 
 def _stream(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor) -> None:
-    from quantload.runtime.kernels import nibble_stream as s
+    from quantload.runtime.kernels import nibble_stream as kernel
 
     m, n = out.shape
-    blocks = weight.words.shape[0]
+    blocks, _, columns = weight.words.shape
     early = plan.early and launches_early(x.device)
     programs = min(triton.cdiv(n, plan.rows), plan.splits * card_of(x.device).processors)
-    few = 1 if m == 1 else 8
-    s.stream_kernel[(programs,)](
-        s.described_inputs(x, blocks, [few, plan.unroll, 64]),
-        s.described_words(weight.words, [plan.unroll, plan.rows, 64]),
-        s.described_scales(weight.scale, [plan.unroll, plan.rows]),
-        weight.outer, bias, out, m, n, triton.cdiv(blocks, plan.unroll),
-        S=plan.unroll, BN=plan.rows, XM=few, STAGES=plan.stages, num_warps=plan.warps,
+    few = 1 if m == 1 else max(8, triton.next_power_of_2(m))
+    tile = [plan.unroll, plan.rows]
+    parts = (weight.scale, weight.zero)
+    scale, zero = (None if part is None else kernel.described_groups(part, tile) for part in parts)
+    kernel.stream_kernel[(programs,)](
+        kernel.described_inputs(x, blocks, [few, plan.unroll, columns]),
+        kernel.described_words(weight.words, [*tile, columns]),
+        scale, zero, weight.outer, bias, out, m, n, triton.cdiv(blocks, plan.unroll),
+        S=plan.unroll, BN=plan.rows, XM=few, STAGES=plan.stages, **_form(weight),
+        WARPS_K=min(plan.warps, plan.unroll), num_warps=plan.warps,
         **({"launch_pdl": True} if early else {}),
         **({"maxnreg": plan.registers} if plan.registers else {}),
     )  # fmt: skip
