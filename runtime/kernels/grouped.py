@@ -198,63 +198,26 @@ def _ask(
             ask_for(part, row * N + tl.minimum(tile, N - 1), IS_THERE)
 
 
-# counts that change from call to call, or from layer to layer, share a compiled kernel
-_SHARED = (
-    "S", "first", "E", "B", "G", "rows_per_input", "blocks_per_group", "capacity",
-)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=_SHARED)
-def grouped_kernel(  # noqa: C901 - what is not there is compiled out
-    x, words, scale, zero, outer, bias, table, index, order, blocks, out,
-    S, first, E, N, K, B, G, stride_x, width, rows_per_input, blocks_per_group, capacity,
+@triton.jit
+def _multiply(
+    x, words, scale, zero, outer, bias, table, out, held, pairs, inside, tile,
+    N, K, B, stride_x, width, rows_per_input, blocks_per_group,
     alpha, gate_limit, act_limit, up_limit, shift,
-    BN: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, SP: tl.constexpr, FORM: tl.constexpr,
-    SLOTS: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, AFTER: tl.constexpr,
-    EVEN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr,
-    LIMITED: tl.constexpr, EARLY: tl.constexpr, BEFORE: tl.constexpr, ONCE: tl.constexpr,
-    PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr, SLOTS: tl.constexpr,
+    KIND: tl.constexpr, GROUPS: tl.constexpr, AFTER: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, LIMITED: tl.constexpr,
+    ONCE: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Write out [S, width].
-
-    SP pairs are looked through by a program to find its own, 0 if `route` did. SLOTS (4 or 2) codes
-    are in a word. GROUPS is 4 if the slices of a block share a scale, 2 or 1 if there are two or
-    four groups. AFTER: scales meet sums; else values, rounded to their dtype. EVEN: K is whole
-    steps. BEFORE: routing and first weights are read before the input is there. ONCE: most weights
-    are read once. PARTS blocks of slices are multiplied in a step, each by a warp of its own: a
-    product of three axes. A program ends TILES tiles of rows, in one loop.
-    """
+    """Write the results of the pairs [BM] of a block for TILES tiles of rows of its expert."""
     dtype: tl.constexpr = x.dtype.element_ty
-    if not BEFORE:
-        wait_for_previous(EARLY)
-        let_next_start(EARLY)  # not sooner: the next one reads the routing before it waits
-    block = tl.program_id(1)
-    if SP:
-        e, pairs, inside = _led_block(index, block, S, first, E, BM, SP)
-    else:
-        e, pairs, inside = _listed_block(order, blocks, block, capacity, BM)
-    tile = tl.program_id(0) * (BN * TILES)
-    held = tl.maximum(e, 0).to(tl.int64)
-    words += held * B * N * C
-    if BEFORE:
-        if EARLY and (e >= 0) & (tile + BN <= N):
-            soon = tl.minimum(tl.arange(0, 4), B - 1).to(tl.int64)
-            prefetch(words + tile * C + soon * (N * C), BN * C * 2)
-        wait_for_previous(EARLY)
-        let_next_start(EARLY)
-    if e < 0:
-        return
+    ASK: tl.constexpr = not INTERPRETED
     steps = (B + PARTS - 1) // PARTS
     n = tl.arange(0, BN)
     c = tl.arange(0, C)
     part = tl.arange(0, PARTS)
     x_rows = x + (pairs // rows_per_input).to(tl.int64) * stride_x
-    if KIND != "none":
-        scale += held * G * N
-    if FORM == "zero":
-        zero += held * G * N
     registers = table_registers(table, FORM, INTERPRETED)
-    ASK: tl.constexpr = not INTERPRETED
     if PARTS == 1:
         acc = tl.full((BN, BM), 0.0, tl.float32)
         x_at = x_rows[None, :] + c[:, None]
@@ -265,8 +228,7 @@ def grouped_kernel(  # noqa: C901 - what is not there is compiled out
         mask = inside[None, None, :]
     tiles = tl.minimum(TILES, (N - tile + BN - 1) // BN)
     for i in tl.range(0, tiles * steps, num_stages=STAGES):
-        step = i % steps
-        here = tile + i // steps * BN
+        step, here = _at(i, steps, tile, BN, TILES)
         rows = tl.minimum(here + n, N - 1)
         if PARTS == 1:
             words_at = words + step * N * C + rows[:, None] * C + c[None, :]
@@ -282,8 +244,7 @@ def grouped_kernel(  # noqa: C901 - what is not there is compiled out
             k = (b * (SLOTS * C))[:, None, None] + c[None, :, None]
         inputs = input_slices(x_at + step * (PARTS * SLOTS * C), mask, k, K, C, SLOTS, EVEN)
         # scales of a step to come are on their way while this one is multiplied
-        later = tl.minimum(i + 2, tiles * steps - 1)
-        then, there = later % steps, tile + later // steps * BN
+        then, there = _at(tl.minimum(i + 2, tiles * steps - 1), steps, tile, BN, TILES)
         _ask(scale, then, there, part, N, B, blocks_per_group, KIND != "none", GROUPS, PARTS, ASK)
         _ask(zero, then, there, part, N, B, blocks_per_group, FORM == "zero", GROUPS, PARTS, ASK)
         place = _place(step, rows, part, N, B, blocks_per_group, GROUPS, PARTS)
@@ -306,3 +267,85 @@ def grouped_kernel(  # noqa: C901 - what is not there is compiled out
             is_there = inside[None, :] & is_column[:, None]
             tl.store(target, y.to(out.dtype.element_ty), mask=is_there)
             acc = tl.full(acc.shape, 0.0, tl.float32)
+
+
+@triton.jit
+def _at(i, steps, tile, BN: tl.constexpr, TILES: tl.constexpr):
+    """Return the step along K, and the first row, of iteration i over tiles and steps."""
+    if TILES == 1:
+        return i, tile
+    else:
+        return i % steps, tile + i // steps * BN
+
+
+# counts that change from call to call, or from layer to layer, share a compiled kernel
+_SHARED = (
+    "S", "first", "E", "B", "G", "rows_per_input", "blocks_per_group", "capacity",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SHARED)
+def grouped_kernel(
+    x, words, scale, zero, outer, bias, table, index, order, blocks, out,
+    S, first, E, N, K, B, G, stride_x, width, rows_per_input, blocks_per_group, capacity,
+    alpha, gate_limit, act_limit, up_limit, shift,
+    BN: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, SP: tl.constexpr, FORM: tl.constexpr,
+    SLOTS: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, AFTER: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr,
+    LIMITED: tl.constexpr, EARLY: tl.constexpr, BEFORE: tl.constexpr, ONCE: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Write out [S, width].
+
+    SP pairs are looked through by a program to find its own, 0 if `route` did. SLOTS (4 or 2) codes
+    are in a word. GROUPS is 4 if the slices of a block share a scale, 2 or 1 if there are two or
+    four groups. AFTER: scales meet sums; else values, rounded to their dtype. EVEN: K is whole
+    steps. BEFORE: routing and first weights are read before the input is there. ONCE: most weights
+    are read once. HALF: blocks of at most BM / 2 pairs have code of their own. PARTS blocks of
+    slices are multiplied in a step, each by a warp of its own: a product of three axes. A program
+    ends TILES tiles of rows, in one loop.
+    """
+    if not BEFORE:
+        wait_for_previous(EARLY)
+        let_next_start(EARLY)  # not sooner: the next one reads the routing before it waits
+    block = tl.program_id(1)
+    if SP:
+        e, pairs, inside = _led_block(index, block, S, first, E, BM, SP)
+        few = False
+    else:
+        e, pairs, inside = _listed_block(order, blocks, block, capacity, BM)
+        start = tl.load(blocks + capacity + block)
+        few = tl.load(blocks + 2 * capacity + block) - start <= BM // 2
+    tile = tl.program_id(0) * (BN * TILES)
+    held = tl.maximum(e, 0).to(tl.int64)
+    words += held * B * N * C
+    if BEFORE:
+        if EARLY and (e >= 0) & (tile + BN <= N):
+            soon = tl.minimum(tl.arange(0, 4), B - 1).to(tl.int64)
+            prefetch(words + tile * C + soon * (N * C), BN * C * 2)
+        wait_for_previous(EARLY)
+        let_next_start(EARLY)
+    if e < 0:
+        return
+    if KIND != "none":
+        scale += held * G * N
+    if FORM == "zero":
+        zero += held * G * N
+    if HALF and few:
+        _, some, here = _listed_block(order, blocks, block, capacity, BM // 2)
+        _multiply(
+            x, words, scale, zero, outer, bias, table, out, held, some, here, tile,
+            N, K, B, stride_x, width, rows_per_input, blocks_per_group,
+            alpha, gate_limit, act_limit, up_limit, shift,
+            BN, BM // 2, C, FORM, SLOTS, KIND, GROUPS, AFTER, EVEN, GATED, ACT, ROWS, LIMITED,
+            ONCE, PARTS, TILES, STAGES, INTERPRETED,
+        )  # fmt: skip
+    else:
+        _multiply(
+            x, words, scale, zero, outer, bias, table, out, held, pairs, inside, tile,
+            N, K, B, stride_x, width, rows_per_input, blocks_per_group,
+            alpha, gate_limit, act_limit, up_limit, shift,
+            BN, BM, C, FORM, SLOTS, KIND, GROUPS, AFTER, EVEN, GATED, ACT, ROWS, LIMITED,
+            ONCE, PARTS, TILES, STAGES, INTERPRETED,
+        )  # fmt: skip

@@ -21,7 +21,8 @@ from quantload.runtime.kernels.route import route
 __all__ = ["GatedActivation", "Routing", "candidates", "grouped_product", "routing", "setting_name"]
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-_SETTINGS = ("block", "rows", "warps", "stages", "after", "parts", "tiles")
+_SETTINGS = ("block", "rows", "warps", "stages", "after", "parts", "tiles", "half")
+_DEFAULTS = {"half": 0}  # of the others 1
 _SHARED_BYTES = 220_000
 _DIRECT_PAIRS = 256  # up to here each program finds its own pairs
 _PARTIAL_PAIRS = 4096  # up to here results of pairs stay in float32 until they are summed
@@ -193,7 +194,7 @@ def _product(
     if not pairs:
         return out
     experts, steps, n, columns = words.shape
-    block, tile, warps, stages, after, parts, tiles = settings
+    block, tile, warps, stages, after, parts, tiles, half = settings
     slots = 2 if form in ("int8", "e4m3", "e5m2") else 4
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -217,7 +218,8 @@ def _product(
             SLOTS=slots, KIND=kind, GROUPS=groups,
             AFTER=bool(after), EVEN=x.shape[1] == steps * step and steps % parts == 0,
             GATED=rows != "plain" and act != "none", ACT=act, ROWS=rows, LIMITED=is_limited,
-            EARLY=early, BEFORE=routed_before, ONCE=pairs <= experts * 2, PARTS=parts,
+            EARLY=early, BEFORE=routed_before, ONCE=pairs <= experts * 2,
+            HALF=bool(half) and blocks is not None and block > 8, PARTS=parts,
             TILES=tiles, STAGES=stages,
             INTERPRETED=_INTERPRETED, num_warps=warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
@@ -264,7 +266,7 @@ def grouped_product(
         x, weight.words, weight.scale, weight.zero, weight.outer, weight.bias, weight.table,
         routing.index, routing.order, routing.blocks,
         weight.out_features // 2 if is_gated else weight.out_features, routing.first,
-        [settings.get(name, 1) for name in _SETTINGS],
+        [settings.get(name, _DEFAULTS.get(name, 1)) for name in _SETTINGS],
         weight.form, weight.kind, weight.group, weight.rows, act.name, limits, choices, is_second,
         torch.float32 if in_float32 else x.dtype,
     )  # fmt: skip
