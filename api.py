@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 
-from quantload.accuracy.compare import (
-    ModelComparison,
-    compare_outputs,
-    with_outputs,
-)
+from quantload.accuracy.compare import ModelComparison, with_outputs
 from quantload.accuracy.compare_weights import compare_weights
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.accuracy.verify_output import verify_output
@@ -23,6 +19,7 @@ from quantload.api_generate import load_tokenizer
 from quantload.api_load import load, load_model, model_shares, parse_device
 from quantload.api_plan import facts_of, inspect, plan
 from quantload.loader.convert import run_plan
+from quantload.loader.model_dtype import config_dtype
 from quantload.loader.peak_memory import peak_rss
 from quantload.loader.plan import Plan, PlanOptions
 from quantload.loader.ranks import Ranks
@@ -172,15 +169,17 @@ def compare(
         NotComparable: They are not of the same model.
     """
     progress = progress or Silent()
-    weights = compare_weights(inspect(reference), inspect(candidate), progress)
+    sources = inspect(reference), inspect(candidate)
+    weights = compare_weights(*sources, progress)
     if not sequences:
         return weights
-    models = [
-        load(source, device=device, dtype=dtype, fuse=False, progress=progress)
-        for source in (reference, candidate)
-    ]
-    outputs, end = compare_outputs(models[0], models[1], sequences, progress)
-    return with_outputs(weights, outputs, end)
+    from quantload.accuracy.compare_outputs import compare_running  # transformers: seconds
+
+    own = config_dtype(sources[0].checkpoint.config) or torch.float32
+    outputs = compare_running(
+        *sources, sequences, progress, device=parse_device(device), dtype=dtype or own
+    )
+    return with_outputs(weights, outputs)
 
 
 __all__ = [

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantload.accuracy.compare import EndMetrics, LayerComparison, ModelComparison
+from quantload.accuracy.compare import LayerComparison, ModelComparison
+from quantload.accuracy.end_metrics import EndMetrics
 from quantload.cli_output import console, finite, make_table
 from quantload.errors import ConfigError, listed
 from quantload.quant.metrics import ErrorSums

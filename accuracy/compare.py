@@ -23,20 +23,17 @@ and more stay below 0.5. Smaller damage shows in the rounding: see `weight_round
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-
+from quantload.accuracy.end_metrics import EndMetrics
 from quantload.accuracy.weight_rounding import Rounding
-from quantload.errors import NotComparable
-from quantload.progress import Progress
-from quantload.quant.metrics import ErrorSums, error_sums, kl_divergence
+from quantload.quant.metrics import ErrorSums
+
+if TYPE_CHECKING:
+    from quantload.accuracy.compare_outputs import OutputComparison
 
 QUANTIZED_LIMIT = 0.5
-_KL_TOKENS = 64  # tokens whose full distributions are held in float64 at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +47,8 @@ class LayerComparison:
         candidate: What the candidate holds.
         weight: Error sums of the weight; None if only outputs were compared.
         output: Error sums of the isolated output; None without tokens.
+        output_median: Median over tokens of the relative error of each; None without tokens.
+        tokens: Tokens that reached it.
         is_plain: True for a tensor that is no 2-D weight, such as a norm or a bias.
         weight_limit: Largest relative error of the weight that passes.
         output_limit: Largest relative error of the isolated output that passes.
@@ -62,6 +61,8 @@ class LayerComparison:
     candidate: str
     weight: ErrorSums | None
     output: ErrorSums | None = None
+    output_median: float | None = None
+    tokens: int = 0
     is_plain: bool = False
     weight_limit: float = QUANTIZED_LIMIT
     output_limit: float = QUANTIZED_LIMIT
@@ -98,47 +99,22 @@ class LayerComparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndMetrics:
-    """Agreement of the next-token distributions, over all positions of all sequences.
+class BlockComparison:
+    """Errors of the output of one block of layers.
 
     Args:
-        kl: [T] float64, KL(reference || candidate) of each position, nats.
-        same_top1: [T] bool, True where both put the same token first.
+        path: Its path in the model.
+        injected: Error sums on the reference's hidden states: what the block adds.
+        propagated: Error sums on the candidate's own: what has gathered up to here.
+        injected_median: Median over tokens of the relative error of each.
+        propagated_median: The same of the candidate's own hidden states.
     """
 
-    kl: Tensor
-    same_top1: Tensor
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of positions."""
-        return self.kl.numel()
-
-    @property
-    def kl_mean(self) -> float:
-        """Mean KL in nats per token."""
-        return float(self.kl.mean())
-
-    @property
-    def kl_standard_error(self) -> float:
-        """Standard error of the mean KL, positions taken as independent."""
-        return (
-            float(self.kl.std()) / math.sqrt(self.num_tokens) if self.num_tokens > 1 else math.nan
-        )
-
-    def kl_quantile(self, fraction: float) -> float:
-        """KL that this fraction of the positions stays below."""
-        return float(torch.quantile(self.kl, fraction))
-
-    @property
-    def top1(self) -> float:
-        """Share of positions where both put the same token first."""
-        return float(self.same_top1.to(torch.float64).mean())
-
-    @property
-    def top1_standard_error(self) -> float:
-        """Binomial standard error of `top1`."""
-        return math.sqrt(self.top1 * (1 - self.top1) / self.num_tokens)
+    path: str
+    injected: ErrorSums
+    propagated: ErrorSums
+    injected_median: float
+    propagated_median: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,12 +126,20 @@ class ModelComparison:
         end: Agreement at the output; None without tokens.
         only_in_reference: Weights and other tensors that the candidate lacks.
         only_in_candidate: Weights and other tensors that the reference lacks.
+        blocks: Errors of the outputs of blocks, in order; none without tokens.
+        unseen: Experts that no token reached.
+        few: Experts that fewer than 32 tokens reached.
+        why_whole: Why the models were in memory as a whole; "" if they were not.
     """
 
     layers: tuple[LayerComparison, ...]
     end: EndMetrics | None = None
     only_in_reference: tuple[str, ...] = ()
     only_in_candidate: tuple[str, ...] = ()
+    blocks: tuple[BlockComparison, ...] = ()
+    unseen: tuple[str, ...] = ()
+    few: tuple[str, ...] = ()
+    why_whole: str = ""
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -173,92 +157,41 @@ class ModelComparison:
         return tuple(f"`{row.module}`: {row.problem}" for row in self.layers if row.problem)
 
 
-@torch.no_grad()
-def compare_outputs(
-    reference: nn.Module,
-    candidate: nn.Module,
-    sequences: Sequence[Sequence[int]],
-    progress: Progress,
-) -> tuple[dict[str, ErrorSums], EndMetrics]:
-    """Run token sequences through both models.
-
-    Args:
-        reference: A causal language model; its linear layers must be separate modules.
-        candidate: The same model with other weights; likewise.
-        sequences: Token ids; every position counts.
-        progress: Advances by tokens.
-
-    Returns:
-        Isolated output errors by module name of the model, and the agreement at the end.
-
-    Raises:
-        NotComparable: Vocabularies differ, or an output is not finite.
-    """
-    device = next(reference.parameters()).device
-    sums: dict[str, ErrorSums] = {}
-    kl, same = [], []
-    progress.start("outputs", total=sum(map(len, sequences)), unit="tokens")
-    with _isolated_errors(reference, candidate, sums):
-        for ids in sequences:
-            tokens = torch.tensor([list(ids)], device=device)
-            expected = reference(input_ids=tokens, use_cache=False).logits[0]
-            got = candidate(input_ids=tokens, use_cache=False).logits[0]
-            _check_logits(expected, got)
-            for some, other in zip(expected.split(_KL_TOKENS), got.split(_KL_TOKENS), strict=True):
-                kl.append(kl_divergence(some, other).cpu())
-                same.append((some.argmax(-1) == other.argmax(-1)).cpu())
-            progress.advance(len(ids))
-    progress.finish()
-    return sums, EndMetrics(kl=torch.cat(kl), same_top1=torch.cat(same))
-
-
-def _check_logits(expected: Tensor, got: Tensor) -> None:
-    if expected.shape != got.shape:
-        raise NotComparable(
-            f"vocabularies differ: {expected.shape[-1]} logits against {got.shape[-1]}"
+def with_outputs(comparison: ModelComparison, outputs: OutputComparison) -> ModelComparison:
+    """Join weight errors and what running both models showed, by module name."""
+    rows = {row.module: row for row in comparison.layers}
+    for name, errors in outputs.isolated.items():
+        row = rows.get(name) or LayerComparison(
+            module=name, reference="", candidate="", weight=None
         )
-    for name, logits in (("reference", expected), ("candidate", got)):
-        if not bool(logits.isfinite().all()):
-            raise NotComparable(f"logits of the {name} are not finite")
+        rows[name] = replace(
+            row, output=errors.sums, output_median=errors.median, tokens=errors.num_tokens
+        )
+    blocks = tuple(
+        BlockComparison(
+            path=path,
+            injected=outputs.injected[path].sums,
+            propagated=errors.sums,
+            injected_median=outputs.injected[path].median,
+            propagated_median=errors.median,
+        )
+        for path, errors in outputs.propagated.items()
+    )
+    return replace(
+        comparison,
+        layers=tuple(rows.values()),
+        end=outputs.end,
+        blocks=blocks,
+        unseen=outputs.unseen,
+        few=outputs.few,
+        why_whole=outputs.why_whole,
+    )
 
 
-@contextmanager
-def _isolated_errors(
-    reference: nn.Module, candidate: nn.Module, sums: dict[str, ErrorSums]
-) -> Iterator[None]:
-    """While open, every linear layer of the reference also feeds its input to the candidate's."""
-    others = dict(candidate.named_modules())
-    handles = []
-
-    def hook_for(name: str, other: nn.Module):  # type: ignore[no-untyped-def]  # noqa: ANN202 - a torch hook
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            sums[name] = sums.get(name, ErrorSums()) + error_sums(other(inputs[0]), output)
-
-        return hook
-
-    for name, module in reference.named_modules():
-        if is_linear(module) and name in others and is_linear(others[name]):
-            handles.append(module.register_forward_hook(hook_for(name, others[name])))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def is_linear(module: nn.Module) -> bool:
-    """True if the module maps `in_features` to `out_features`, whatever its class."""
-    return hasattr(module, "in_features") and hasattr(module, "out_features")
-
-
-def with_outputs(
-    comparison: ModelComparison, outputs: Mapping[str, ErrorSums], end: EndMetrics
-) -> ModelComparison:
-    """Join weight errors and output errors by module name."""
-    rows = {row.module: replace(row, output=outputs.get(row.module)) for row in comparison.layers}
-    for name, sums in outputs.items():
-        if name not in rows:
-            rows[name] = LayerComparison(
-                module=name, reference="", candidate="", weight=None, output=sums
-            )
-    return replace(comparison, layers=tuple(rows.values()), end=end)
+__all__ = [
+    "QUANTIZED_LIMIT",
+    "BlockComparison",
+    "LayerComparison",
+    "ModelComparison",
+    "with_outputs",
+]

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from quantload.accuracy.input_sums import InputSums
+from quantload.accuracy.places import Place
 from quantload.accuracy.streaming_step import HeadInput
 from quantload.errors import ModelError
 from quantload.layers.experts import FusedExperts
 from quantload.layers.experts_grouped import Groups
 from quantload.layers.linear import QuantLinear
 from quantload.layers.meta_model import is_transposed_linear
-
-# Path of a module, name of its parameter, and which expert; -1 for a layer of its own.
-Place = tuple[str, str, int]
 
 
 class InputWatch:
@@ -111,4 +109,4 @@ def _is_linear(module: nn.Module) -> bool:
     return ours or isinstance(module, nn.Linear) or is_transposed_linear(module)
 
 
-__all__ = ["InputWatch", "Place"]
+__all__ = ["InputWatch"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from quantload import __version__
 from quantload.accuracy.input_sums import InputSums
+from quantload.accuracy.places import places_of
 from quantload.accuracy.statistics_file import check_free, write_tensors
 from quantload.errors import ModelError, counted, listed
 from quantload.loader.checkpoint import files_kept_open
@@ -37,7 +38,7 @@ from quantload.loader.source import FLOAT_DTYPES, Source
 from quantload.progress import Progress, Silent
 
 if TYPE_CHECKING:
-    from quantload.accuracy.input_watch import InputWatch, Place
+    from quantload.accuracy.input_watch import InputWatch
     from quantload.accuracy.streaming import StreamedModel
 
 FORMAT, VERSION = "quantload statistics", "1"
@@ -175,7 +176,9 @@ class _Named:
 
     def is_watched(self, module: str) -> bool:
         """True if the inputs of a module could be seen."""
-        return any(place in self._watch.places for place in self._places(module))
+        return any(
+            place in self._watch.places for place in places_of(module, self._mapper, self._experts)
+        )
 
     def sums_of(self, module: str) -> InputSums | None:
         """Return the sums of a module; None if no token reached it, or it is not watched.
@@ -183,13 +186,16 @@ class _Named:
         Rows of one weight may serve several layers of the model: mostly these see one input.
         """
         total: InputSums | None = None
-        for place in self._places(module):
+        for place in places_of(module, self._mapper, self._experts):
             sums = self._watch.sums.get(place)
             if sums is None or (total is not None and total.equals(sums)):
                 continue
             total = sums if total is None else total + sums
         rows, columns = self._experts.source.weights[module].shape
-        if any(path in self._watch.transposed for path, _, _ in self._places(module)):
+        if any(
+            path in self._watch.transposed
+            for path, _, _ in places_of(module, self._mapper, self._experts)
+        ):
             columns = rows  # the file has it as the layer stores it
         if total is not None and total.squares.shape[0] != columns:
             raise ModelError(
@@ -205,17 +211,6 @@ class _Named:
             for name, entry in self._experts.source.plain.items()
             if len(entry.shape) == 3 and entry.dtype in FLOAT_DTYPES and "conv" not in name
         ]
-
-    def _places(self, module: str) -> Iterator[Place]:
-        targets = self._mapper.targets(f"{module}.weight")
-        for target in targets:
-            expert = -1 if target.piece is None else target.piece.expert
-            yield target.module, target.leaf, expert
-        parameter = self._experts.parameter_of.get(module)
-        number = _EXPERT.search(module)
-        if not targets and parameter is not None and number is not None:
-            for target in self._mapper.targets(parameter):
-                yield target.module, target.leaf, int(number[1])
 
 
 # -- the file --------------------------------------------------------------------------------------

@@ -12,15 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quantload import api
-from quantload.accuracy.compare import (
-    EndMetrics,
-    LayerComparison,
-    ModelComparison,
-    compare_outputs,
-)
+from quantload.accuracy.compare import LayerComparison, ModelComparison
 from quantload.accuracy.compare_weights import cast_limit, sum_limit
+from quantload.accuracy.end_metrics import EndMetrics
 from quantload.errors import NotComparable
-from quantload.progress import Silent
 from quantload.quant.metrics import ErrorSums, error_sums
 
 UP = "model.layers.1.mlp.up_proj"
@@ -193,29 +188,6 @@ def test_other_shapes_of_a_norm_are_not_comparable(tmp_path, folders):
 
     with pytest.raises(NotComparable, match=f"tensor `{NORM}` has shape `.64,.` in the reference"):
         api.compare(folders[0], edited(tmp_path, folders, change))
-
-
-class _Fixed(torch.nn.Module):
-    """A language model that always gives the same logits."""
-
-    def __init__(self, logits):
-        super().__init__()
-        self.logits = torch.nn.Parameter(logits)
-
-    def forward(self, input_ids, use_cache):
-        return type("Output", (), {"logits": self.logits.expand(*input_ids.shape, -1)})
-
-
-@pytest.mark.parametrize(
-    ("logits", "message"),
-    [
-        (torch.zeros(5), "vocabularies differ: 4 logits against 5"),
-        (torch.tensor([0.0, math.nan, 0.0, 0.0]), "logits of the candidate are not finite"),
-    ],
-)
-def test_logits_that_cannot_be_compared(logits, message):
-    with pytest.raises(NotComparable, match=message):
-        compare_outputs(_Fixed(torch.zeros(4)), _Fixed(logits), [[1, 2]], Silent())
 
 
 def test_limits():

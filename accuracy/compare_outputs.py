@@ -1,0 +1,284 @@
+"""Run two checkpoints of one model side by side, block by block: neither is ever wholly in memory.
+
+For each block of layers the reference's is loaded, then the candidate's, and all tokens go through:
+
+    isolated      every linear layer of the reference hands its input to the candidate's too
+    injected      the candidate's block gets the reference's hidden states: what it adds
+    propagated    the candidate's block gets the candidate's own hidden states: what has gathered
+    end           KL(reference || candidate), top-1 agreement and loss of the next token
+
+Experts are compared one by one on the tokens that the reference routed to them; with fewer than 32
+tokens an expert's number says little, and with none it has none: it is named, never counted as 0.
+
+A model that cannot be run block by block is loaded as a whole; then both are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantload.accuracy.end_metrics import EndMetrics, EndSums
+from quantload.accuracy.output_errors import FEWEST_TOKENS, OutputErrors
+from quantload.accuracy.places import places_of
+from quantload.accuracy.streaming import Block, StreamedModel, open_streamed
+from quantload.accuracy.streaming_tokens import batches_of, check_sequences
+from quantload.errors import NotComparable
+from quantload.layers.experts import FusedExperts
+from quantload.layers.experts_grouped import Groups
+from quantload.loader.checkpoint import files_kept_open
+from quantload.loader.experts import split_experts
+from quantload.loader.source import Source
+from quantload.progress import Progress
+
+_BATCH_TOKENS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputComparison:
+    """What running both models showed.
+
+    Args:
+        isolated: Errors of each layer on the reference's inputs, by checkpoint name; gate and up of
+            an expert that are one product have one error.
+        injected: Errors of each block on the reference's hidden states, by path.
+        propagated: Errors of each block on the candidate's own, by path.
+        end: Agreement at the output; None for a model without logits.
+        unseen: Experts that no token reached.
+        few: Experts that fewer than 32 tokens reached.
+        why_whole: Why the models were in memory as a whole; "" if they were not.
+    """
+
+    isolated: Mapping[str, OutputErrors]
+    injected: Mapping[str, OutputErrors]
+    propagated: Mapping[str, OutputErrors]
+    end: EndMetrics | None
+    unseen: tuple[str, ...] = ()
+    few: tuple[str, ...] = ()
+    why_whole: str = ""
+
+
+@files_kept_open()
+@torch.no_grad()
+def compare_running(
+    reference: Source,
+    candidate: Source,
+    sequences: Sequence[Sequence[int]],
+    progress: Progress,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+) -> OutputComparison:
+    """Run token sequences through both checkpoints.
+
+    Args:
+        reference: The checkpoint that is taken as right; its inputs are not rounded.
+        candidate: The checkpoint that is judged, with inputs rounded as its schemes say.
+        sequences: Token ids; every position counts.
+        progress: Advances by blocks.
+        device: Where both run.
+        dtype: dtype in which both run.
+        trust_remote_code: Run modelling code that comes with a checkpoint.
+
+    Raises:
+        ConfigError: A token id is none of the vocabulary, or a sequence is too long.
+        NotComparable: The models differ in their blocks, or an output is not finite.
+    """
+    models = tuple(
+        open_streamed(
+            source,
+            device=device,
+            dtype=dtype,
+            round_inputs=source is candidate,
+            trust_remote_code=trust_remote_code,
+        )
+        for source in (reference, candidate)
+    )
+    _check_alike(*models)
+    check_sequences(models[0].model, sequences)
+    run = _Run(batches_of(sequences, _BATCH_TOKENS))
+    progress.start("blocks", total=models[0].num_blocks, unit="blocks")
+    pairs = zip(*(model.blocks(with_logits=True) for model in models), strict=True)
+    for number, (one, other) in enumerate(pairs, start=1):
+        run.block(one, other, is_last=number == models[0].num_blocks)
+        progress.advance(1, note=one.path)
+    progress.finish()
+    found = run.result(models[0].why_whole or models[1].why_whole)
+    return _by_checkpoint_name(found, models[0])
+
+
+def _by_checkpoint_name(found: OutputComparison, model: StreamedModel) -> OutputComparison:
+    """Rename what is named by paths in the model."""
+    experts = split_experts(model.source, unserved=True)
+    names: dict[str, list[str]] = {}
+    for module in experts.source.weights:
+        for path, leaf, number in places_of(module, model.mapper, experts):
+            key = path if number < 0 else f"{path}.{number}.{leaf}"
+            names.setdefault(key, []).append(module)
+    return replace(
+        found,
+        isolated={
+            name: errors
+            for path, errors in found.isolated.items()
+            for name in names.get(path, [path])
+        },
+        unseen=tuple(name for path in found.unseen for name in names.get(path, [path])),
+        few=tuple(name for path in found.few for name in names.get(path, [path])),
+    )
+
+
+def _check_alike(reference: StreamedModel, candidate: StreamedModel) -> None:
+    counts = reference.num_blocks, candidate.num_blocks
+    if counts[0] != counts[1]:
+        raise NotComparable(
+            f"the reference has `{counts[0]}` blocks, the candidate `{counts[1]}`: "
+            f"{reference.why_whole or candidate.why_whole or 'their configs differ'}"
+        )
+
+
+@dataclass
+class _Run:
+    """Both models' hidden states, and the errors so far.
+
+    Args:
+        batches: [B, T] token ids each.
+    """
+
+    batches: Sequence[Tensor]
+    isolated: dict[str, OutputErrors] = field(default_factory=dict)
+    injected: dict[str, OutputErrors] = field(default_factory=dict)
+    propagated: dict[str, OutputErrors] = field(default_factory=dict)
+    experts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._states: list[Tensor | None] = [None] * len(self.batches)
+        self._own: list[Tensor | None] = [None] * len(self.batches)
+        self._end = EndSums()
+
+    def block(self, reference: Block, candidate: Block, *, is_last: bool) -> None:
+        """Run all batches through one block of both."""
+        for place, ids in enumerate(self.batches):
+            given, own = self._states[place], self._own[place]
+            with self._isolated(reference.modules, candidate.modules):
+                expected = reference.step(ids, given)
+            got = candidate.step(ids, own)
+            if is_last:
+                self._end_of(ids, expected, got)
+                continue
+            assert expected is not None, "hidden states come out of every block but the last"
+            assert got is not None, "hidden states come out of every block but the last"
+            added = got if given is own else candidate.step(ids, given)
+            assert added is not None, "as before"
+            self._add(self.injected, reference.path, added, expected)
+            self._add(self.propagated, reference.path, got, expected)
+            self._states[place], self._own[place] = expected, got
+
+    def _end_of(self, ids: Tensor, expected: Tensor | None, got: Tensor | None) -> None:
+        if expected is None or got is None:
+            return
+        if expected.shape != got.shape:
+            raise NotComparable(
+                f"vocabularies differ: {expected.shape[-1]} logits against {got.shape[-1]}"
+            )
+        for name, logits in (("reference", expected), ("candidate", got)):
+            if not bool(logits.isfinite().all()):
+                raise NotComparable(f"logits of the {name} are not finite")
+        for row, one, other in zip(ids, expected, got, strict=True):
+            self._end.add(one, other, row)
+
+    def _add(
+        self, errors: dict[str, OutputErrors], path: str, candidate: Tensor, reference: Tensor
+    ) -> None:
+        for name, values in (("reference", reference), ("candidate", candidate)):
+            if not bool(values.isfinite().all()):
+                raise NotComparable(f"`{path}` of the {name} gives values that are not finite")
+        errors.setdefault(path, OutputErrors()).add(candidate, reference)
+
+    # -- layers on equal inputs ----------------------------------------------------------------
+
+    @contextmanager
+    def _isolated(
+        self, reference: Mapping[str, nn.Module], candidate: Mapping[str, nn.Module]
+    ) -> Iterator[None]:
+        handles: list[Any] = []
+        for path, module in reference.items():
+            other = candidate.get(path)
+            if other is None:
+                continue
+            if isinstance(module, FusedExperts) and isinstance(other, FusedExperts):
+                handles += self._expert_hooks(path, module, other)
+            elif _is_linear(module) and _is_linear(other) and not _is_inside(path, reference):
+                handles.append(module.register_forward_hook(self._linear_hook(path, other)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _linear_hook(self, path: str, other: nn.Module):  # type: ignore[no-untyped-def]  # noqa: ANN202
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if inputs:
+                self._add(self.isolated, path, other(inputs[0]), output)
+
+        return hook
+
+    def _expert_hooks(self, path: str, module: FusedExperts, other: FusedExperts) -> Iterator[Any]:
+        for projection in module.layout.projections:
+            product = module.get_submodule(f"{projection.leaf}_experts")
+            twin = other.get_submodule(f"{projection.leaf}_experts")
+            names = [f"{path}.{number}.{projection.leaf}" for number in module.experts]
+            for name in names:
+                self.experts.setdefault(name, 0)
+            yield product.register_forward_hook(self._expert_hook(names, twin))
+
+    def _expert_hook(self, names: Sequence[str], twin: nn.Module):  # type: ignore[no-untyped-def]  # noqa: ANN202
+        def hook(_: nn.Module, inputs: tuple[Tensor, Groups], output: Tensor) -> None:
+            rows, groups = inputs
+            got = twin(rows, groups)
+            start = 0
+            for name, count in zip(names, groups.counts, strict=True):
+                part = slice(start, start + count)
+                start += count
+                self.experts[name] += count
+                if count:
+                    self._add(self.isolated, name, got[part], output[part])
+
+        return hook
+
+    def result(self, why_whole: str) -> OutputComparison:
+        """Return what was found."""
+        counts = self.experts.items()
+        return OutputComparison(
+            isolated=self.isolated,
+            injected=self.injected,
+            propagated=self.propagated,
+            end=self._end.metrics(),
+            unseen=tuple(name for name, count in counts if not count),
+            few=tuple(name for name, count in counts if 0 < count < FEWEST_TOKENS),
+            why_whole=why_whole,
+        )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """True if the module maps `in_features` to `out_features`, whatever its class."""
+    return hasattr(module, "in_features") and hasattr(module, "out_features")
+
+
+def _is_inside(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """True if a module is a part of a layer of ours, or of experts."""
+    outer, _, _ = path.rpartition(".")
+    while outer:
+        holder = modules.get(outer)
+        if holder is not None and (isinstance(holder, FusedExperts) or _is_linear(holder)):
+            return True
+        outer, _, _ = outer.rpartition(".")
+    return False
+
+
+__all__ = ["OutputComparison", "compare_running"]
