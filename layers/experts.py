@@ -304,6 +304,24 @@ class FusedExperts(nn.Module):
         rows = up.gemm.product(tokens, routing, choices=choices, activation=activation)
         return down.gemm.summed(rows, routing, weights, dtype=tokens.dtype)
 
+    def kernels_for(self, tokens: int, choices: int) -> tuple[str, ...]:
+        """Return the device functions that a call launches, where our kernels do all of it.
+
+        Args:
+            tokens: T.
+            choices: k.
+        """
+        up, down = (self._product(projection) for projection in self.layout.projections)
+        if self._inside is None or self.layout.post_norm:
+            return ()
+        assert isinstance(up, GroupedExperts), "looked at when all experts were there"
+        assert isinstance(down, GroupedExperts), "as the other"
+        pairs = tokens * choices
+        return (
+            *up.gemm.kernels_for(pairs),
+            *down.gemm.kernels_for(pairs, choices=choices),
+        )
+
     @property
     def _is_watched(self) -> bool:
         """True if somebody looks at the inputs or results of single products."""

@@ -111,11 +111,23 @@ class GroupedLinear(nn.Module):
         columns, slots = self._weight.words.shape[-1], self._weight.slots
         return f"int16 words of {slots} slices of {columns} columns, all experts in one tensor"
 
-    def kernels_for(self, tokens: int) -> tuple[str, ...]:
-        """Return the device functions that a product of `tokens` pairs launches."""
-        from quantload.runtime.kernels.grouped_product import kernel_names
+    def kernels_for(self, tokens: int, *, choices: int = 0) -> tuple[str, ...]:
+        """Return the device functions that a product of `tokens` pairs launches.
 
-        return kernel_names(tokens, is_first=True)
+        Args:
+            tokens: S.
+            choices: Pairs of a token, where `summed` adds their results up after another product;
+                0 for a product that routes by itself.
+        """
+        from quantload.runtime.kernels import grouped_product, grouped_sum, round_rows
+
+        names: tuple[str, ...] = ()
+        if self.round_input is not None:
+            names = round_rows.kernel_names(self.round_input)
+        if choices:
+            return (*names, *grouped_sum.kernel_names(tokens, choices))
+        routes, product = grouped_product.kernel_names(tokens)
+        return (*routes, *names, *product)
 
     def route(self, index: Tensor, *, first: int = 0) -> Routing:
         """Route pairs for this product, and for those of the same experts after it.

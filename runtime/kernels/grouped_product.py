@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -292,8 +291,6 @@ def sums_in_float32(pairs: int) -> bool:
     return pairs <= _PARTIAL_PAIRS
 
 
-@functools.cache
-def kernel_names(pairs: int, *, is_first: bool) -> tuple[str, ...]:
-    """Return the device functions of a product with a routing of its own or an earlier one."""
-    routes = ("_route_kernel",) if is_first and pairs > _DIRECT_PAIRS else ()
-    return (*routes, "grouped_kernel")
+def kernel_names(pairs: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the device functions of the routing of so many pairs, and of a product."""
+    return ("_route_kernel",) if pairs > _DIRECT_PAIRS else (), ("grouped_kernel",)

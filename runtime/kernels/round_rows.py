@@ -11,6 +11,8 @@ Letters: M rows, K features, G groups of features.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -34,7 +36,7 @@ from quantload.runtime.kernels.quantize import (
 )
 from quantload.runtime.kernels.quantize import why_not as why_no_codes
 
-__all__ = ["round_rows", "why_not"]
+__all__ = ["kernel_names", "round_rows", "why_not"]
 
 _WIDEST = 1 << 14  # columns that a program holds at once
 _GROUP_ELEMENTS = 4096  # of a tile of groups
@@ -143,3 +145,11 @@ def round_rows(x: Tensor, scheme: InputScheme) -> Tensor:
     rows = x.detach().reshape(-1, x.shape[-1])
     found: Tensor = _round(rows, scheme.grid == E4M3, size, scheme.scale == "e8m0")
     return found.reshape(x.shape)
+
+
+def kernel_names(rounding: object) -> tuple[str, ...]:
+    """Return the device functions of a rounding by `round_rows` of some scheme; () of another."""
+    if not isinstance(rounding, functools.partial) or rounding.func is not round_rows:
+        return ()
+    is_grouped = rounding.keywords["scheme"].granularity == "group"
+    return ("round_groups_kernel" if is_grouped else "round_tokens_kernel",)

@@ -150,3 +150,23 @@ def test_grouped_compiles_whole():
     x, index, weights = (t.to(CUDA) for t in inputs_of(ours.layout, tokens=5))
     compiled = torch.compile(ours, fullgraph=True)
     assert torch.equal(compiled(x.bfloat16(), index, weights), ours(x.bfloat16(), index, weights))
+
+
+@pytest.mark.parametrize("scheme", ["W4A16:g32", "FP8_DYNAMIC", "FP8_BLOCK"])
+@torch.no_grad()
+def test_grouped_launches_what_it_says(scheme):
+    module = module_of("mixtral")
+    tensors = weights_of(layout_of(module), scheme)
+    layer = layer_of(module, scheme, inputs=True, dtype=torch.bfloat16)
+    ours = on_card(layer, tensors, torch.bfloat16)
+    assert names_of(ours) == {"triton grouped"}
+    for tokens in (1, 9, 300):
+        x, index, weights = (t.to(CUDA) for t in inputs_of(ours.layout, tokens=tokens))
+        x, weights = x.bfloat16(), weights.contiguous()
+        ours(x, index, weights)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
+            ours(x, index, weights)
+            torch.cuda.synchronize()
+        events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        launched = tuple(e.name for e in sorted(events, key=lambda e: e.time_range.start))
+        assert launched == ours.kernels_for(tokens, index.shape[1])

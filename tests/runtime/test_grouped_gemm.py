@@ -113,6 +113,10 @@ def test_rows_of_each_expert_and_copies(interpreted):
     assert product.gemm.layout.startswith("int16 words of 4 slices")
     assert product.gemm.kernels_for(4) == ("grouped_kernel",)
     assert product.gemm.kernels_for(4000) == ("_route_kernel", "grouped_kernel")
+    assert ours.kernels_for(2, K) == ("grouped_kernel", "grouped_token_kernel")
+    assert ours.kernels_for(400, K) == (
+        "_route_kernel", "grouped_kernel", "grouped_kernel", "_weighted_sum_kernel",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["tensor", "expert"])
