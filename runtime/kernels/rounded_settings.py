@@ -14,8 +14,9 @@ import triton
 from quantload.runtime.kernels.rounded_weight import PackedRounded
 from quantload.runtime.launch_settings import Settings, find
 
-__all__ = ["candidates", "family", "is_hopper", "rule", "settings_of"]
+__all__ = ["candidates", "family", "fits", "is_hopper", "rule", "settings_of"]
 
+_FUSED_TOKENS = 8
 _SHARED = 232448 - 1024  # bytes that a program may use on sm_90
 
 
@@ -44,7 +45,9 @@ def settings_of(packed: PackedRounded, m: int) -> Settings:
     shared = _card(device)[1]
     if is_hopper(packed):
         measured = find(family(packed), device, m=m, n=n, k=k)
-        if measured is not None and _fits(packed, measured, shared):
+        if measured is not None and fits(
+            measured, m, group=packed.group, block_rows=packed.block_rows, shared=shared
+        ):
             return measured
     return rule(packed, m)
 
@@ -61,12 +64,24 @@ def is_hopper(packed: PackedRounded) -> bool:
     return packed.codes.shape[1] % 16 == 0 and _card(packed.codes.device)[2]
 
 
-def _fits(packed: PackedRounded, found: Settings, shared: int) -> bool:
+def fits(found: Settings, m: int, *, group: int, block_rows: int, shared: int) -> bool:
+    """True if measured settings serve; those of few tokens may be all that there is for many.
+
+    Args:
+        found: The settings.
+        m: Tokens.
+        group: As in `PackedRounded`.
+        block_rows: As in `PackedRounded`.
+        shared: Bytes of shared memory that a program may use.
+    """
     if found.get("library") or found.get("fused"):
-        return not packed.group
+        return not group and (m <= _FUSED_TOKENS or not found.get("fused"))
     if found.get("wide"):
-        return not packed.group or packed.block_rows % found["bn"] == 0
-    return _bytes(found) <= shared and not (found["bm"] < 64 and not found["swap"])
+        return not group or block_rows % found["bn"] == 0
+    if found["bm"] < 64 and not found["swap"]:
+        return False  # the left side of a product is at least 64 rows
+    is_for_many = found["bm"] >= 64 and found["splits"] == 1
+    return (is_for_many or m <= max(256, 4 * found["bm"])) and _bytes(found) <= shared
 
 
 def _bytes(s: Settings) -> int:
@@ -108,7 +123,7 @@ def _rule_general(packed: PackedRounded, m: int, processors: int) -> Settings:
 
 def candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> Iterator[Settings]:
     """Yield settings of a product worth measuring, for processors of an H100 or H200."""
-    if m <= 8 and not group:
+    if m <= _FUSED_TOKENS and not group:
         yield from _fused_candidates(m, n, k)
     if m <= 128:
         yield from _narrow_candidates(m, n, k, floats=floats, group=group)

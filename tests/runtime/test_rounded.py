@@ -252,3 +252,40 @@ def test_why_not() -> None:
         block=(1, 64), evaluation=Evaluation(dtype=F32),
     )  # fmt: skip
     assert "both int8 or both e4m3" in why_not_scales(four, tokens(INT8))
+
+
+def test_one_graph_and_inference_mode(kernel_device) -> None:
+    from quantload.runtime.kernels.rounded import pack
+    from quantload.runtime.rounded_gemm import RoundedLinear
+
+    case = CASES["e4m3-channel"]
+    packed = pack(make_weight(case, 24, 64), case.input, device=kernel_device)
+    module = RoundedLinear(packed, case.input, BF16)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0)).to(BF16).to(kernel_device)
+    expected_y = module(x)
+    assert torch.equal(compiled(x), expected_y)
+    with torch.inference_mode():
+        assert torch.equal(module(x), expected_y)
+        assert torch.equal(module.forward_rounded(*module.round_input(x)), expected_y.flatten(0, 1))
+    moved = module.to("meta")
+    assert {part.device.type for part in moved.packed.tensors().values()} == {"meta"}
+
+
+def test_settings_of_few_tokens_are_not_taken_for_many() -> None:
+    from quantload.runtime.kernels.rounded_settings import candidates, fits
+
+    few = {"bn": 64, "bm": 8, "bk": 256, "stages": 4, "warps": 4, "splits": 2, "swap": 1}
+    for group in (0, 128):
+        assert fits(few, 8, group=group, block_rows=128, shared=227 << 10)
+        assert not fits(few, 4096, group=group, block_rows=128, shared=227 << 10)
+    assert not fits({**few, "stages": 99}, 8, group=0, block_rows=1, shared=227 << 10)
+    assert fits({"fused": 1}, 8, group=0, block_rows=1, shared=0)
+    assert not fits({"fused": 1}, 9, group=0, block_rows=1, shared=0)
+    assert not fits({"wide": 1, "bn": 128}, 512, group=128, block_rows=64, shared=0)
+    for m in (1, 8, 64, 128, 1024):
+        for group in (0, 32, 128):
+            found = list(candidates(m, 4096, 4096, floats=True, group=group))
+            assert found
+            rows = 128 if group else 1
+            assert all(fits(s, m, group=group, block_rows=rows, shared=227 << 10) for s in found)
