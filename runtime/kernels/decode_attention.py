@@ -7,8 +7,7 @@
 in one launch. Heads that share keys are one tile, so that keys and values are read once. The keys
 of a row are cut into SPLITS pieces of whole blocks, as many as its length asks for; the last
 program of a head to finish adds the pieces up, in their order: the result is the same every time.
-The new token's own key and value are taken from registers, rounded as the cache holds them. The
-first block of keys and values is loaded before the kernel in front has ended.
+The new token's own key and value are taken from registers, rounded as the cache holds them.
 
 Roundings are those of the model's own code: rotary rounds both products and their sum to x's dtype;
 scores, softmax and sums are float32; weights are rounded to the values' dtype for their product.
@@ -32,9 +31,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from quantload.runtime.kernels.add_norm import NormWeight
+from quantload.runtime.kernels.decode_heads import (
+    capped,
+    fetch_keys,
+    kept,
+    prepared,
+    store_piece,
+)
 from quantload.runtime.kernels.dependent_launch import (
     INTERPRETED,
     LARGEST,
@@ -45,7 +50,6 @@ from quantload.runtime.kernels.dependent_launch import (
     let_product_start,
     wait_for_product,
 )
-from quantload.runtime.kernels.quantize import e4m3_bits
 
 __all__ = ["HeadRule", "candidates", "decode_attention", "why_not"]
 
@@ -55,7 +59,7 @@ _ROWS = 16  # fewest rows of a matrix product
 _SUMMED = 4096  # partial results that a program holds while it adds up, elements
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _TILES = (  # keys of a block, warps, blocks in flight
-    (32, 1, 2), (32, 2, 2), (64, 2, 2), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 2),
+    (32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 3), (64, 4, 2), (128, 4, 3),
 )  # fmt: skip
 
 
@@ -167,7 +171,9 @@ def _rule(batch: int, kv_heads: int, length: int, device: torch.device) -> Mappi
     wanted = max(1, 2 * _processors(device) // (batch * kv_heads))
     most = max(1, length // 64)
     splits = min(1 << (wanted.bit_length() - 1), 1 << (most.bit_length() - 1), 64)
-    return {"splits": splits, "block": 64, "warps": 4, "stages": 2}
+    if batch * kv_heads < 64:
+        return {"splits": min(splits, 32), "block": 64, "warps": 2, "stages": 3}
+    return {"splits": splits, "block": 128, "warps": 4, "stages": 3}
 
 
 @functools.cache
@@ -225,107 +231,6 @@ def _(q, k, v, cos, sin, keys, values, positions, locks, *rest):
 
 
 @triton.jit
-def _norm_of(x, w, r, DTYPE: tl.constexpr, LATE: tl.constexpr, OFFSET: tl.constexpr):
-    x = x * r
-    if LATE:
-        x = x.to(DTYPE).to(tl.float32)
-    if OFFSET:
-        w = 1.0 + w
-    return (x * w).to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _prepared(
-    base, row_starts, row_mask, cos, sin, weight, eps,
-    D: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr,
-    LATE: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Return heads [rows, COLUMNS] after norm and rotary, float32 with values of their dtype."""
-    d = tl.arange(0, COLUMNS)
-    mask = row_mask[:, None] & (d < D)[None, :]
-    stored = tl.load(base + row_starts[:, None] + d[None, :], mask=mask, other=0.0)
-    x = stored.to(tl.float32)
-    if NORM:
-        r = tl.rsqrt(tl.reduce(x * x, 1, SUM) / D + eps)[:, None]
-        w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        x = _norm_of(x, w, r, stored.dtype, LATE, OFFSET)
-    if R > 0:
-        turned = d < R
-        if INTERLEAVED:
-            partner = tl.where(turned, d ^ 1, d)
-            sign = tl.where(d % 2 == 0, -1.0, 1.0)
-        else:
-            partner = tl.where(turned, tl.where(d < R // 2, d + R // 2, d - R // 2), d)
-            sign = tl.where(d < R // 2, -1.0, 1.0)
-        y = tl.load(base + row_starts[:, None] + partner[None, :], mask=mask, other=0.0)
-        y = y.to(tl.float32)
-        if NORM:
-            v = tl.load(weight + partner, mask=d < D, other=0.0).to(tl.float32)[None, :]
-            y = _norm_of(y, v, r, stored.dtype, LATE, OFFSET)
-        c = tl.load(cos + d, mask=turned, other=1.0).to(tl.float32)[None, :]
-        s = tl.load(sin + d, mask=turned, other=0.0).to(tl.float32)[None, :]
-        one = (x * c).to(stored.dtype).to(tl.float32)
-        two = (y * sign[None, :] * s).to(stored.dtype).to(tl.float32)
-        x = tl.where(turned[None, :], (one + two).to(stored.dtype).to(tl.float32), x)
-    return x
-
-
-@triton.jit
-def _kept(x, scale, DTYPE: tl.constexpr, CODES: tl.constexpr):
-    """Return float32 numbers as the cache keeps them."""
-    if CODES:
-        x = x / scale
-        x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
-        return e4m3_bits(x).to(tl.float8e4nv, bitcast=True)
-    return x.to(DTYPE)
-
-
-@triton.jit
-def _block_of(
-    base, at, now, high, place_stride,
-    D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Load what the cache holds of positions `at` on, below `high` and before the new one."""
-    n, d = at + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
-    there = (n < high) & (n < now)
-    place = base + n.to(tl.int64)[:, None] * place_stride + d[None, :]
-    return tl.load(place, mask=there[:, None] & (d < D)[None, :], other=0.0)
-
-
-@triton.jit
-def _capped(scores, softcap, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr):
-    if CAPPED:
-        if INTERPRETED:  # which has no device library
-            power = tl.exp(-2.0 * tl.abs(scores / softcap))
-            size = (1.0 - power) / (1.0 + power)
-            scores = softcap * tl.where(scores < 0, -size, size)
-        else:
-            scores = softcap * libdevice.tanh(scores / softcap)
-    return scores
-
-
-@triton.jit
-def _with_block(
-    m, total, acc, query, kt, vt, new_key, new_value, at, now, high, scale, softcap,
-    BLOCK: tl.constexpr, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Add a block of keys to largest scores, sums of weights and sums of values."""
-    n = at + tl.arange(0, BLOCK)
-    is_new = (n == now)[:, None]
-    kt = tl.where(is_new, new_key, kt).to(query.dtype)
-    vt = tl.where(is_new, new_value, vt).to(query.dtype)
-    scores = tl.dot(query, tl.trans(kt), input_precision="ieee") * scale
-    scores = _capped(scores, softcap, CAPPED, INTERPRETED)
-    scores = tl.where((n < high)[None, :], scores, float("-inf"))
-    higher = tl.maximum(m, tl.reduce(scores, 1, LARGEST))
-    weights = tl.exp(scores - higher[:, None])
-    shrink = tl.exp(m - higher)
-    total = total * shrink + tl.reduce(weights, 1, SUM)
-    acc = tl.dot(weights.to(query.dtype), vt, acc * shrink[:, None], input_precision="ieee")
-    return higher, total, acc
-
-
-@triton.jit
 def _decode_attention_kernel(
     q, k, v, cos, sin, keys, values, positions, locks, q_weight, k_weight, sinks, out,
     part, stats, ahead, ahead_pieces, programs,
@@ -348,17 +253,20 @@ def _decode_attention_kernel(
     # neither a length nor what the cache holds of earlier steps is an earlier kernel's result
     now = tl.load(positions + b).to(tl.int32)
     first = tl.maximum(now - window + 1, 0) if WINDOW else now * 0
-    count = now - first + 1
-    size = (count + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK  # keys of a split
-    active = (count + size - 1) // size
+    size = (now - first + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK  # keys of a split
+    active = tl.maximum((now - first + size - 1) // tl.maximum(size, 1), 1)
     busy = busy & (split < active)
     low = first + split * size
-    high = tl.where(busy, tl.minimum(low + size, now + 1), low)
+    high = tl.where(busy, tl.minimum(low + size, now), low)
     d, g = tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     inside = d < D
     start = b * row_stride + h * head_stride
-    kt = _block_of(keys + start, low, now, high, place_stride, D, BLOCK, COLUMNS)
-    vt = _block_of(values + start, low, now, high, place_stride, D, BLOCK, COLUMNS)
+    if EARLY:  # what the cache holds is nobody's result: it is asked for before the wait
+        BYTES: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
+        LINES: tl.constexpr = BLOCK * COLUMNS * BYTES // 128
+        size_of = (high - low) * D * BYTES
+        fetch_keys(keys + start + low.to(tl.int64) * place_stride, size_of, LINES)
+        fetch_keys(values + start + low.to(tl.int64) * place_stride, size_of, LINES)
     wait_for_product(EARLY)
     if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
         if program >= programs:
@@ -366,99 +274,49 @@ def _decode_attention_kernel(
 
     cos += now.to(tl.int64) * R
     sin += now.to(tl.int64) * R
-    one = tl.arange(0, 1)
-    asked = _prepared(
-        q, b * q_stride + (h * G + g) * D, g < G, cos, sin, q_weight, eps,
+    heads = b * q_stride + (h * G + g) * D
+    asked = prepared(
+        q, heads, g < G, cos, sin, q_weight, eps,
         D, R, COLUMNS, NORM, LATE, OFFSET, INTERLEAVED,
     )  # fmt: skip
-    query = asked.to(q.dtype.element_ty)
-    new_key = _prepared(
-        k, b * k_stride + h * D + one, one < 1, cos, sin, k_weight, eps,
-        D, R, COLUMNS, NORM, LATE, OFFSET, INTERLEAVED,
-    )  # fmt: skip
-    new_key = _kept(new_key, k_scale, keys.dtype.element_ty, CODES)
-    new_value = tl.load(v + b * v_stride + h * D + d, mask=inside, other=0.0).to(tl.float32)
-    new_value = _kept(new_value[None, :], v_scale, values.dtype.element_ty, CODES)
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.full((ROWS,), 0.0, tl.float32)
     acc = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-    if busy:
-        m, total, acc = _with_block(
-            m, total, acc, query, kt, vt, new_key, new_value, low, now, high,
-            scale * k_scale, softcap, BLOCK, CAPPED, INTERPRETED,
+    if busy & (split == 0):  # the new token
+        one = tl.arange(0, 1)
+        new = prepared(
+            k, b * k_stride + h * D + one, one < 1, cos, sin, k_weight, eps,
+            D, R, COLUMNS, NORM, LATE, OFFSET, INTERLEAVED,
         )  # fmt: skip
-    for at in tl.range(low + BLOCK, high, BLOCK, num_stages=STAGES):
-        more_k = _block_of(keys + start, at, now, high, place_stride, D, BLOCK, COLUMNS)
-        more_v = _block_of(values + start, at, now, high, place_stride, D, BLOCK, COLUMNS)
-        m, total, acc = _with_block(
-            m, total, acc, query, more_k, more_v, new_key, new_value, at, now, high,
-            scale * k_scale, softcap, BLOCK, CAPPED, INTERPRETED,
-        )  # fmt: skip
-    if busy & (high > now):  # the piece of the new token
-        spot_of_new = start + now.to(tl.int64) * place_stride + d
-        tl.store(keys + spot_of_new[None, :], new_key, mask=inside[None, :])
-        tl.store(values + spot_of_new[None, :], new_value, mask=inside[None, :])
+        key = kept(tl.reduce(new, 0, SUM), k_scale, keys.dtype.element_ty, CODES)
+        new_value = tl.load(v + b * v_stride + h * D + d, mask=inside, other=0.0).to(tl.float32)
+        value = kept(new_value, v_scale, values.dtype.element_ty, CODES)
+        tl.store(keys + start + now.to(tl.int64) * place_stride + d, key, mask=inside)
+        tl.store(values + start + now.to(tl.int64) * place_stride + d, value, mask=inside)
+        scores = tl.reduce(asked * key.to(tl.float32)[None, :], 1, SUM) * (scale * k_scale)
+        m = capped(scores, softcap, CAPPED, INTERPRETED)
+        total += 1.0
+        acc += value.to(tl.float32)[None, :]
+    query = asked.to(q.dtype.element_ty)
+    for at in tl.range(low, high, BLOCK, num_stages=STAGES):
+        n = at + tl.arange(0, BLOCK)
+        seen = n < high
+        there = start + n.to(tl.int64) * place_stride
+        near = seen[:, None] & inside[None, :]
+        kt = tl.load(keys + there[:, None] + d[None, :], mask=near, other=0.0).to(query.dtype)
+        vt = tl.load(values + there[:, None] + d[None, :], mask=near, other=0.0).to(query.dtype)
+        scores = tl.dot(query, tl.trans(kt), input_precision="ieee") * (scale * k_scale)
+        scores = capped(scores, softcap, CAPPED, INTERPRETED)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(m, tl.reduce(scores, 1, LARGEST))
+        weights = tl.exp(scores - higher[:, None])
+        shrink = tl.exp(m - higher)
+        total = total * shrink + tl.reduce(weights, 1, SUM)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(query.dtype), vt, acc, input_precision="ieee")
+        m = higher
 
-    to = out + (b * kv_heads + h) * G * D
-    if busy & (active == 1):
-        if SINKS:
-            sink = tl.load(sinks + h * G + g, mask=g < G, other=0.0).to(tl.float32)
-            higher = tl.maximum(m, sink)
-            shrink = tl.exp(m - higher)
-            total = total * shrink + tl.exp(sink - higher)
-            acc = acc * shrink[:, None]
-        result = acc * v_scale / total[:, None]
-        whole = (g < G)[:, None] & inside[None, :]
-        tl.store(to + g[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=whole)
-    elif busy:
-        spot = pair.to(tl.int64) * SPLITS
-        base = (spot + split) * G
-        whole = (g < G)[:, None] & inside[None, :]
-        tl.store(part + (base + g)[:, None] * D + d[None, :], acc, mask=whole)
-        tl.store(stats + (base + g) * 2, m, mask=g < G)
-        tl.store(stats + (base + g) * 2 + 1, total, mask=g < G)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(locks + pair, 1, sem="acq_rel")
-        if arrived == active - 1:
-            tl.debug_barrier()
-            tl.store(locks + pair, 0)
-            _add_up(
-                part, stats, sinks + h * G, to, spot, active, v_scale,
-                G, D, FILLED, COLUMNS, SPLITS, SUMMED, SINKS,
-            )  # fmt: skip
-
-
-@triton.jit
-def _add_up(
-    part, stats, sinks, to, spot, active, v_scale,
-    G: tl.constexpr, D: tl.constexpr, FILLED: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, SUMMED: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Add the pieces of one head's keys up, in their order."""
-    s, g, d = tl.arange(0, SPLITS), tl.arange(0, FILLED), tl.arange(0, COLUMNS)
-    at = (spot + s)[:, None] * G + g[None, :]
-    there = (s < active)[:, None] & (g < G)[None, :]
-    m = tl.load(stats + at * 2, mask=there, other=float("-inf"))
-    total = tl.load(stats + at * 2 + 1, mask=there, other=0.0)
-    highest = tl.reduce(m, 0, LARGEST)
-    if SINKS:
-        sink = tl.load(sinks + g, mask=g < G, other=0.0).to(tl.float32)
-        highest = tl.maximum(highest, sink)
-    highest = tl.where(g < G, highest, 0.0)
-    sums = tl.reduce(total * tl.exp(m - highest[None, :]), 0, SUM)
-    if SINKS:
-        sums += tl.exp(sink - highest)
-    acc = tl.full((FILLED, COLUMNS), 0.0, tl.float32)
-    for begin in tl.range(0, active, SUMMED):
-        i = begin + tl.arange(0, SUMMED)
-        rows = (spot + i)[:, None] * G + g[None, :]
-        real = (i < active)[:, None] & (g < G)[None, :]
-        weight = tl.load(stats + rows * 2, mask=real, other=float("-inf"))
-        weight = tl.exp(weight - highest[None, :])
-        near = real[:, :, None] & (d < D)[None, None, :]
-        parts = tl.load(part + rows[:, :, None] * D + d[None, None, :], mask=near, other=0.0)
-        acc += tl.reduce(parts * weight[:, :, None], 0, SUM)
-    sums = tl.where(g < G, sums, 1.0)
-    result = acc * v_scale / sums[:, None]
-    inside = (g < G)[:, None] & (d < D)[None, :]
-    tl.store(to + g[:, None] * D + d[None, :], result.to(to.dtype.element_ty), mask=inside)
+    store_piece(
+        out, part, stats, locks, sinks, m, total, acc, busy, b, h, pair, split, active, kv_heads,
+        v_scale, G, D, FILLED, ROWS, COLUMNS, SPLITS, SUMMED, SINKS,
+    )  # fmt: skip
