@@ -112,15 +112,12 @@ def _(x: Tensor, words: Tensor, *_: object) -> Tensor:
 def kernels_for(weight: NibbleWeight, tokens: int) -> tuple[str, ...]:
     """Return the names of the device functions that a product with `tokens` tokens launches."""
     plan = plan_for(weight, tokens, weight.words.device)
+    width = weight.features if weight.columns is None else weight.columns.shape[0]
+    is_aligned = width * weight.dtype.itemsize % 16 == 0
+    path = _served(plan, weight, tokens, weight.words.device, is_aligned=is_aligned).path
     names = ("gather_kernel",) if weight.columns is not None else ()
-    path: str = plan.path
     if path == "dense":
         return (*names, "dense_kernel", "cuBLAS")
-    if path == "async" and not _overlaps(weight):
-        path = "mid"
-    width = weight.features if weight.columns is None else weight.columns.shape[0]
-    if path in ("mid", "async") and width * weight.dtype.itemsize % 16:
-        path = "decode"  # the copy engine cannot read such rows
     return (*names, f"{path}_kernel")
 
 
@@ -145,31 +142,25 @@ def _in_packed_order(x: Tensor, columns: Tensor) -> Tensor:
 
 
 def _launch(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan) -> Tensor:
+    plan = _served(plan, weight, x.shape[0], x.device, is_aligned=_is_aligned(x))
     if plan.path == "dense":
         return _dense(x, weight, bias)
-    if plan.path in ("async", "ws") and not _overlaps(weight):
-        plan = replace(plan, path="mid", after=False)
-    if plan.path == "stream" and not _streams(x, weight):
-        plan = fitted(by_rule(x.shape[0], _shape(weight), Card()), weight)
     out = x.new_empty(x.shape[0], weight.rows)
-    if plan.path == "gemv":
-        _gemv(x, weight, bias, plan, out)
-    elif plan.path == "parallel":
-        _parallel(x, weight, bias, plan, out)
-    elif plan.path == "stream":
-        _stream(x, weight, bias, plan, out)
-    elif plan.path in ("async", "ws") and _is_aligned(x):
-        _async(x, weight, bias, plan, out)
-    elif plan.path == "mid" and _is_aligned(x):
-        _mid(x, weight, bias, plan, out)
-    else:
-        if plan.path in ("mid", "async", "ws"):
-            plan = fitted(
-                without_copy_engine(x.shape[0], _shape(weight), card_of(x.device)),
-                weight,
-            )
-        _decode(x, weight, bias, plan, out)
+    _LAUNCHES[plan.path](x, weight, bias, plan, out)
     return out
+
+
+def _served(
+    plan: Plan, weight: NibbleWeight, tokens: int, device: torch.device, *, is_aligned: bool
+) -> Plan:
+    """Return the plan, or the nearest one whose kernel can read the weight and the inputs."""
+    if plan.path == "overlap" and weight.form == "table":
+        plan = replace(plan, path="mid", after=False)
+    if plan.path == "stream" and not (is_aligned and _streams(weight)):
+        return fitted(by_rule(tokens, _shape(weight), Card()), weight)
+    if plan.path in ("mid", "overlap") and not is_aligned:
+        return fitted(without_copy_engine(tokens, _shape(weight), card_of(device)), weight)
+    return plan
 
 
 def _shape(weight: NibbleWeight) -> tuple[int, int, int]:
@@ -177,19 +168,14 @@ def _shape(weight: NibbleWeight) -> tuple[int, int, int]:
     return blocks, rows, columns
 
 
-def _overlaps(weight: NibbleWeight) -> bool:
-    """True if the kernel in which unpacking and products overlap serves the weight."""
-    of_pairs = _form(weight)["GROUP_SLICES"] == 2
-    return (weight.form, weight.kind, weight.dtype) == ("int", "bf16", torch.bfloat16) and of_pairs
-
-
-def _streams(x: Tensor, weight: NibbleWeight) -> bool:
+def _streams(weight: NibbleWeight) -> bool:
     """True if the copy engine can bring all that the kernel for a stream of words needs."""
     blocks, rows, columns = weight.words.shape
     parts = [part for part in (weight.scale, weight.zero) if part is not None]
+    features = blocks * 4 * columns
+    is_whole = weight.columns is not None or weight.features == features
     by_block = all(part.shape[0] == blocks for part in parts)
-    is_whole = x.shape[1] == blocks * 4 * columns and rows % 4 == 0
-    return is_whole and by_block and weight.form != "table" and _is_aligned(x)
+    return is_whole and by_block and rows % 4 == 0 and weight.form != "table"
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -308,21 +294,18 @@ def _stream(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, ou
     )  # fmt: skip
 
 
-def _async(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor) -> None:
-    from quantload.runtime.kernels import nibble_async, nibble_ws
-
-    async_kernel = (nibble_ws if plan.path == "ws" else nibble_async).async_kernel
-    described = nibble_async.described
+def _overlap(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor) -> None:
+    from quantload.runtime.kernels.nibble_overlap import described, overlap_kernel
 
     m, n = out.shape
     blocks, _, columns = weight.words.shape
     tiles = triton.cdiv(n, plan.rows) * triton.cdiv(m, plan.tokens)
     step = min(plan.step, columns)
-    async_kernel[(min(tiles, plan.splits * card_of(x.device).processors),)](
+    overlap_kernel[(min(tiles, plan.splits * card_of(x.device).processors),)](
         described(x, [plan.tokens, step]),
         described(weight.words.view(-1, columns), [plan.rows, step]),
-        weight.scale, weight.outer, bias, out, m, n, blocks,
-        BN=plan.rows, BM=plan.tokens, C=columns, STEP=step, STAGES=plan.stages,
+        weight.scale, weight.zero, weight.outer, bias, out, m, n, blocks, _blocks_per_group(weight),
+        BN=plan.rows, BM=plan.tokens, **_form(weight), STEP=step, STAGES=plan.stages,
         TILES=plan.swizzle, num_warps=plan.warps,
     )  # fmt: skip
 
@@ -331,6 +314,16 @@ def _described(tensor: Tensor, tile: list[int]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), tile)
+
+
+_LAUNCHES = {
+    "decode": _decode,
+    "gemv": _gemv,
+    "parallel": _parallel,
+    "stream": _stream,
+    "mid": _mid,
+    "overlap": _overlap,
+}
 
 
 def _dense(x: Tensor, weight: NibbleWeight, bias: Tensor | None) -> Tensor:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "candidates", "kernel_name", "plan_for"]
 
-_Path = Literal["decode", "mid", "dense", "gemv", "parallel", "async", "ws", "stream"]
-_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "async", "ws", "stream")
+_Path = Literal["decode", "mid", "dense", "gemv", "parallel", "overlap", "stream"]
+_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "overlap", "stream")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Plan:
     """How a product is launched.
 
     Args:
-        path: "decode", "mid", "dense", "gemv", "parallel" or "async".
+        path: "decode", "mid", "dense", "gemv", "parallel", "overlap" or "stream".
         rows: Output features of a tile.
         tokens: Tokens of a tile.
         splits: Parts of K.
@@ -105,15 +105,13 @@ def _is_served(plan: Plan, weight: NibbleWeight) -> bool:
     if plan.path in ("decode", "dense"):
         return True
     is_aligned = weight.columns is not None or weight.features % 8 == 0
-    return weight.offset is None and (
-        is_aligned or plan.path not in ("mid", "async", "ws", "stream")
-    )
+    return weight.offset is None and (is_aligned or plan.path not in ("mid", "overlap", "stream"))
 
 
 def fitted(plan: Plan, weight: NibbleWeight) -> Plan:
     """Return the plan with as many parts of K, and blocks of a round, as the weight has."""
     blocks, _, columns = weight.words.shape
-    if plan.path in ("async", "ws", "stream"):
+    if plan.path in ("overlap", "stream"):
         return plan
     if plan.path != "decode":
         return replace(plan, splits=max(1, min(plan.splits, blocks)))
