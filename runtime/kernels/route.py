@@ -26,7 +26,7 @@ from quantload.runtime.kernels.dependent_launch import (
 
 __all__ = ["route", "weighted_sum"]
 
-_MOST_AT_ONCE = 4096
+_MOST_AT_ONCE = 8192
 
 
 @triton.jit
@@ -34,23 +34,37 @@ def _add(a, b):
     return a + b
 
 
+@triton.jit
+def _local(index, at, S, first):
+    """Load the experts of some pairs, numbered from the first one here; -1 past the last pair."""
+    return (tl.load(index + at, mask=at < S, other=first - 1) - first).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=("S", "first", "E", "capacity"))
 def _route_kernel(
     index, order, blocks, S, first, E, capacity,
-    CHUNK: tl.constexpr, BM: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, BM: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write order [S] and blocks [3, capacity]: expert or -1, first place in order, place after."""
+    """Write order [S] and blocks [3, capacity]: expert or -1, first place in order, place after.
+
+    ONCE: all pairs are one chunk.
+    """
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     e = tl.program_id(0)
     at = tl.arange(0, CHUNK)
-    below = tl.full((CHUNK,), 0, tl.int32)
-    own = tl.full((CHUNK,), 0, tl.int32)
-    for start in range(0, S, CHUNK):
-        ids = tl.load(index + start + at, mask=start + at < S, other=first - 1) - first
-        ids = ids.to(tl.int32)
-        below += ((ids >= 0) & (ids < e)).to(tl.int32)
-        own += (ids == e).to(tl.int32)
+    if ONCE:
+        ids = _local(index, at, S, first)
+        below = ((ids >= 0) & (ids < e)).to(tl.int32)
+        own = (ids == e).to(tl.int32)
+        rank = tl.associative_scan(own, 0, _add)
+    else:
+        below = tl.full((CHUNK,), 0, tl.int32)
+        own = tl.full((CHUNK,), 0, tl.int32)
+        for start in range(0, S, CHUNK):
+            ids = _local(index, start + at, S, first)
+            below += ((ids >= 0) & (ids < e)).to(tl.int32)
+            own += (ids == e).to(tl.int32)
     base = tl.reduce(below, 0, _add)
     count = tl.reduce(own, 0, _add)
     slot = base // BM + e
@@ -64,12 +78,14 @@ def _route_kernel(
         tl.store(blocks + block, tl.where(is_used, e, -1), mask=inside)
         tl.store(blocks + capacity + block, place, mask=inside)
         tl.store(blocks + 2 * capacity + block, tl.minimum(place + BM, base + count), mask=inside)
-    for start in range(0, S, CHUNK):
-        ids = tl.load(index + start + at, mask=start + at < S, other=first - 1) - first
-        is_own = ids.to(tl.int32) == e
-        rank = tl.associative_scan(is_own.to(tl.int32), 0, _add)
-        tl.store(order + base + rank - 1, start + at, mask=is_own)
-        base += tl.reduce(is_own.to(tl.int32), 0, _add)
+    if ONCE:
+        tl.store(order + base + rank - 1, at, mask=own == 1)
+    else:
+        for start in range(0, S, CHUNK):
+            own = (_local(index, start + at, S, first) == e).to(tl.int32)
+            rank = tl.associative_scan(own, 0, _add)
+            tl.store(order + base + rank - 1, start + at, mask=own == 1)
+            base += tl.reduce(own, 0, _add)
 
 
 @torch.library.custom_op("quantload::route", mutates_args=())
@@ -85,7 +101,8 @@ def _route(index: Tensor, first: int, experts: int, block: int) -> tuple[Tensor,
     with torch.cuda.device_of(index):
         _route_kernel[(experts,)](
             index, order, blocks, pairs, first, experts, capacity,
-            CHUNK=chunk, BM=block, EARLY=early, num_warps=4 if chunk <= 1024 else 8,
+            CHUNK=chunk, BM=block, ONCE=pairs <= chunk, EARLY=early,
+            num_warps=min(16, max(4, chunk // 256)),
             **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return order, blocks

@@ -136,11 +136,13 @@ def test_gate_and_up(rows, kernel_device, grouped):
         torch.testing.assert_close(found.double()[here], inner[here], atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("block", [8, 64])
-def test_routes(block, kernel_device):
+@pytest.mark.parametrize(("block", "at_once"), [(8, 8192), (64, 64)])
+def test_routes(block, at_once, kernel_device, monkeypatch):
     """Blocks of an expert hold its pairs, in order; the others are nobody's."""
+    from quantload.runtime.kernels import route as module
     from quantload.runtime.kernels.route import route
 
+    monkeypatch.setattr(module, "_MOST_AT_ONCE", at_once)
     index = torch.randint(0, 9, (150,), device=kernel_device)
     order, blocks = route(index, first=2, experts=5, block=block)
     seen = []
