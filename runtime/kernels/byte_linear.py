@@ -200,7 +200,15 @@ def _gemm(
         elif INTERPRETED.value and x.dtype == torch.bfloat16:
             # NOTE: the interpreter holds bfloat16 as raw integers, and would multiply those.
             in_float32 = out.float()
-            launch(x.float(), in_float32, parts, form, block_rows, slices_per_group, settings)
+            launch(
+                x.float().contiguous(),
+                in_float32,
+                parts,
+                form,
+                block_rows,
+                slices_per_group,
+                settings,
+            )
             out.copy_(in_float32)
         elif "step" not in settings:
             from quantload.runtime.kernels.pairs_hopper import launch_hopper

@@ -265,7 +265,7 @@ def _gemm(
         if _INTERPRETED and x.dtype == torch.bfloat16:
             # NOTE: the interpreter holds bfloat16 as raw integers, and would multiply those.
             in_float32 = out.float()
-            _launch(x.float(), in_float32, *parts, *numbers)
+            _launch(x.float().contiguous(), in_float32, *parts, *numbers)
             out.copy_(in_float32)
         else:
             _launch(x if x.stride(1) == 1 else x.contiguous(), out, *parts, *numbers)

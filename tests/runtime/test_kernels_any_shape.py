@@ -152,10 +152,47 @@ def with_bad_row(x, bad):
     return broken
 
 
+def check_values_and_strides(packed, x, weight, input, where):
+    """Bad values stay with their token; strides change nothing but the way, and so the last bit."""
+    (m, k), y = x.shape, packed(x)
+    wide = torch.randn(m, 3 * k, device=x.device).to(x.dtype)
+    wide[:, 8 : 8 + k] = x
+    assert torch.equal(packed(wide[:, 8 : 8 + k]), y), f"{where}: rows of a wider tensor"
+    wide[:, 3 : 3 + k] = x
+    for name, same in (
+        ("rows that are not aligned", wide[:, 3 : 3 + k]),
+        ("columns first", x.t().contiguous().t()),
+        ("every second", torch.stack([x, x], dim=-1)[..., 0]),
+    ):
+        said = close(packed(same), x, weight, input)
+        assert not said, f"{where}, {name}: {said}"
+    assert torch.equal(packed(x[None])[0], y), f"{where}: a leading axis"
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        found = packed(with_bad_row(x, bad))
+        assert not found[m // 2].isfinite().any(), f"{where}: {bad} is gone"
+        if m > 1 and (input is None or input.granularity != "tensor"):
+            keep = torch.arange(m, device=x.device) != m // 2
+            assert torch.equal(found[keep], y[keep]), f"{where}: {bad} touches other tokens"
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of infinities
+@pytest.mark.parametrize("name", ["W4A16", "W8A16", "W8A8", "FP8_BLOCK", "NVFP4A16", "W4AFP8"])
+@torch.no_grad()
+def test_bad_values_strides_and_empty_inputs(name, kernel_device, poisoned, monkeypatch):
+    scheme, (n, k) = parse_scheme(name), (40, 136)
+    weight = make_weight(scheme, n, k).to(kernel_device)
+    for row in rows_for(weight, scheme.input, kernel_device, BF16, monkeypatch):
+        packed = row.pack(weight, scheme.input, device=kernel_device, dtype=BF16)
+        x = torch.randn(5, k).to(kernel_device, BF16)
+        check_values_and_strides(packed, x, weight, scheme.input, row.name)
+        assert packed(x[:0]).shape == (0, n), row.name
+        assert packed(x[0]).shape == (n,), row.name
+
+
 # -- on the card -----------------------------------------------------------------------------------
 
-SHAPES = [(1, 1), (16, 16), (77, 1000), (1536, 576), (640, 4104), (4096, 4096), (999, 2047)]
-TOKENS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 128, 300, 1025, 2049)
+SHAPES = [(1, 1), (77, 1000), (1536, 576), (640, 4104), (999, 2047)]
+TOKENS = (1, 7, 16, 33, 64, 100, 300, 1025, 2049)
 
 
 @pytest.fixture
@@ -218,27 +255,11 @@ def test_bad_values_strides_and_empty_inputs_on_the_card(name, card, poisoned, m
     if input is not None and not input.dynamic:
         input = None
     weight = make_weight(scheme, n, k).to(card)
-    per_tensor = input is not None and input.granularity == "tensor"
     for row in rows_for(weight, input, card, BF16, monkeypatch):
         packed = row.pack(weight, input, device=card, dtype=BF16)
         for m in (1, 5, 40, 200, 1100):
-            where = f"{row.name} M={m}"
             x = torch.randn(m, k, device=card, dtype=BF16)
-            y = packed(x)
-            wide = torch.randn(m, 3 * k, device=card, dtype=BF16)
-            wide[:, 8 : 8 + k] = x
-            assert torch.equal(packed(wide[:, 8 : 8 + k]), y), f"{where}: rows of a wider tensor"
-            wide[:, 3 : 3 + k] = x
-            found = packed(wide[:, 3 : 3 + k])  # the copy engine cannot read these
-            assert not close(found, x, weight, input), f"{where}: rows that are not aligned"
-            assert torch.equal(packed(x.t().contiguous().t()), y), f"{where}: columns first"
-            assert torch.equal(packed(x[None])[0], y), f"{where}: a leading axis"
-            for bad in (float("nan"), float("inf"), float("-inf")):
-                found = packed(with_bad_row(x, bad))
-                assert not found[m // 2].isfinite().any(), f"{where}: {bad} is gone"
-                if m > 1 and not per_tensor:
-                    keep = torch.arange(m, device=card) != m // 2
-                    assert torch.equal(found[keep], y[keep]), f"{where}: {bad} touches other tokens"
+            check_values_and_strides(packed, x, weight, input, f"{row.name} M={m}")
         assert packed(x[:0]).shape == (0, n), row.name
         assert packed(x[0]).shape == (n,), row.name
 
