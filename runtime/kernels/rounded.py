@@ -7,9 +7,10 @@
 Neither code times scale is rounded on its way: sums are exact in int32, or float32, and the scales
 follow. With zero points of x, sum over k of (xc - zero) * Wc = sum of xc * Wc - zero * sum of Wc.
 
-Error: FP8, relative to sum over k of |x' * W|: 2^-13 where the tensor core adds 128 or 256 columns,
-2^-12 where it adds all (`EXACT` of `rounded_hopper` says which); int8 that of two float32 products;
-then the rounding to the dtype of the result. No order of summation depends on the run.
+Error: FP8 sums, relative to the sum over k of |x' * W|, 2^-12 where the tensor core adds 128 or 256
+columns before float32 takes them, 2^-10 where it adds all (`EXACT` of `rounded_hopper`, and many
+tokens); int8 sums are exact. Then two products in float32, and the rounding to the dtype of the
+result. No order of summation depends on the run.
 
 Letters: M tokens, N output features, K input features, G groups of columns, R blocks of rows.
 """

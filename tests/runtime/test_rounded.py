@@ -109,9 +109,9 @@ def product(case: Case, x: Tensor, weight: QuantTensor, bias: Tensor | None, dev
     return y, exact.reshape(y.shape), size_of.reshape(y.shape)
 
 
-def check(y: Tensor, exact: Tensor, size: Tensor, *, integers: bool) -> None:
-    """FP8 sums within 2^-12 of the sum of |terms|, int8 sums exact, then rounded to y's dtype."""
-    allowed = exact.abs() * (UNIT[y.dtype] + 2.0**-20) + size * (2.0**-22 if integers else 2.0**-12)
+def check(y: Tensor, exact: Tensor, size: Tensor, *, sums: float) -> None:
+    """Sums within `sums` of the sum of |terms|, then rounded to y's dtype."""
+    allowed = exact.abs() * (UNIT[y.dtype] + 2.0**-20) + size * sums
     assert y.isfinite().all()
     assert ((y.double() - exact).abs() <= allowed + 1e-30).all()
 
@@ -135,7 +135,10 @@ def test_products_are_those_of_float64(name, dtype, kernel_device) -> None:
         weight = make_weight(case, n, k)
         y, exact, size = product(case, x, weight, bias if m != 17 else None, kernel_device)
         assert y.dtype == dtype
-        check(y, exact, size, integers=case.grid is INT8)
+        # where all columns are added in the tensor core, see `rounded`
+        is_plain = m > 64 and not case.input.group_size
+        sums = 2.0**-22 if case.grid is INT8 else 2.0**-10 if is_plain else 2.0**-12
+        check(y, exact, size, sums=sums)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy
