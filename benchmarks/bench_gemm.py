@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import sys
 import time
@@ -129,7 +130,8 @@ def ours(fmt: str, weight: QuantTensor | Tensor, inputs: dict[int, Tensor]) -> I
     yield Contestant(
         name, layer, lambda layer, m: layer(inputs[m]), rounds_input=rounds, packed=packed
     )
-    if rounds and hasattr(packed, "forward_rounded"):
+    scheme = scheme_of(fmt).input
+    if scheme is not None and scheme.dynamic and hasattr(packed, "forward_rounded"):
         codes = {m: packed.round_input(x) for m, x in inputs.items()}
         yield Contestant(
             "ours",
@@ -206,6 +208,15 @@ def measure(run: Run, fmt: str, shape: str, tokens: list[int]) -> None:
         cell = {"fmt": fmt, "shape": shape, "n": n, "k": k, "m": m}
         _measure_cell(run, cell, held, exact, size)
     run.save()
+
+
+def attempt(run: Run, fmt: str, shape: str, tokens: list[int]) -> None:
+    """Measure a format of a shape; what fails is told and left out."""
+    try:
+        measure(run, fmt, shape, tokens)
+    except Exception as error:  # noqa: BLE001 - a hole in the table, the rest goes on
+        run.fail(error, fmt=fmt, shape=shape)
+    print(f"[{run.options.seconds - run.left:5.0f} s] {shape} {fmt}", flush=True)
 
 
 def _measure_cell(
@@ -297,6 +308,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument(
+        "--cells",
+        action="append",
+        metavar="FORMATS:SHAPES:TOKENS",
+        help="instead of the three above; repeatable, measured in this order",
+    )
     parser.add_argument("--harness", default="", help="folder with bench.py and peers/")
     parser.add_argument("--peers", default="torch_peers", help="modules in peers/")
     parser.add_argument("--only", default="", help="parts of names of peers")
@@ -315,16 +332,12 @@ def main() -> int:
     run = Run(options)
     if options.harness:
         run.harness = load_harness(options.harness, options.peers)
-    tokens = [int(part) for part in options.tokens.split(",")]
+    cells = options.cells or [f"{options.formats}:{options.shapes}:{options.tokens}"]
     with torch.no_grad(), contextlib.suppress(KeyboardInterrupt):
-        for shape in options.shapes.split(","):
-            for fmt in options.formats.split(","):
+        for formats, shapes, tokens in (part.split(":") for part in cells):
+            for shape, fmt in itertools.product(shapes.split(","), formats.split(",")):
                 if run.left > 5:
-                    try:
-                        measure(run, fmt, shape, tokens)
-                    except torch.cuda.OutOfMemoryError as error:
-                        run.fail(error, fmt=fmt, shape=shape)
-                    print(f"[{options.seconds - run.left:5.0f} s] {shape} {fmt}", flush=True)
+                    attempt(run, fmt, shape, [int(m) for m in tokens.split(",")])
     run.save()
     print(gemm_table.markdown(run.rows))
     wrong = [row for row in run.rows if not row["ok"]]

@@ -191,10 +191,14 @@ def contestants(
 
 
 def measure(
-    name: str, fmt: str, options: argparse.Namespace, stop: float
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Check and time all contestants of a format for each number of tokens."""
-    config, rows, failed = CONFIGS[name], [], []
+    name: str,
+    fmt: str,
+    options: argparse.Namespace,
+    stop: float,
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    """Check and time all contestants of a format for each number of tokens; put them in `found`."""
+    config, rows, failed = CONFIGS[name], found["rows"], found["failed"]
     (up, down, size), offered = contestants(fmt, config, options, failed)
     compute = "fp8" if fmt.startswith("FP8") else "bf16"
     for tokens in (int(part) for part in options.tokens.split(",")):
@@ -213,6 +217,8 @@ def measure(
                 failed.append({"fmt": fmt, "m": tokens, "name": who, "error": str(problem)[:300]})
                 print("FAIL", failed[-1], flush=True)
                 torch.cuda.synchronize()
+            if time.monotonic() > stop:
+                break
         limit, hit = limit_us(config, calls[0], size, compute)
         for (who, error), took in zip(ready, in_turns(graphs), strict=True):
             row = {
@@ -221,10 +227,10 @@ def measure(
                 "error": error, "ok": error < (0.08 if compute == "fp8" else 0.02),
             }  # fmt: skip
             rows.append(row)
-            print(
-                {key: value for key, value in row.items() if key not in ("low", "high")}, flush=True
-            )
-    return rows, failed
+            shown = {key: value for key, value in row.items() if key not in ("low", "high")}
+            print(shown, flush=True)
+        if options.out:
+            Path(options.out).write_text(json.dumps(found))
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -274,19 +280,14 @@ def main() -> int:
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    rows: list[dict[str, Any]] = []
-    failed: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"environment": environment, "rows": [], "failed": []}
     with torch.inference_mode():
         for name in options.configs.split(","):
             for fmt in options.formats.split(","):
-                if time.monotonic() - started > options.seconds:
-                    continue
-                more, bad = measure(name, fmt, options, started + options.seconds)
-                rows, failed = rows + more, failed + bad
-                torch.cuda.empty_cache()
-                if options.out:
-                    found = {"environment": environment, "rows": rows, "failed": failed}
-                    Path(options.out).write_text(json.dumps(found))
+                if time.monotonic() - started < options.seconds:
+                    measure(name, fmt, options, started + options.seconds, found)
+                    torch.cuda.empty_cache()
+    rows = found["rows"]
     print(markdown(rows))
     return int(any(not row["ok"] for row in rows))
 
