@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 
 import quantload.loader.tasks as module
 from quantload.errors import CheckpointError
+from quantload.loader import convert
 from quantload.loader.convert import run_plan
 from quantload.loader.formats.targets import target_named
+from quantload.loader.page_locked import Ring
 from quantload.loader.tasks import identity_of, share_of, tasks_of
 from quantload.loader.workers import Resources
 from quantload.progress import Silent
@@ -62,6 +64,8 @@ def test_large_tensors_are_copied_in_several_tasks(folder, tmp_path, monkeypatch
         entry.num_bytes for entry in plan.source.checkpoint.tensors.values()
     )
     assert identity_of(plan).digest != digest
+    monkeypatch.setattr(convert, "Ring", lambda device, threads: Ring(device, threads=3, **small))
+    small = {"piece_bytes": 256}
     apart = run_plan(plan, tmp_path / "apart", Silent(), Resources(workers=3))
     for file in whole.iterdir():
         assert (apart / file.name).read_bytes() == file.read_bytes()
