@@ -31,11 +31,12 @@ __all__ = [
     "pack",
     "pack_bytes",
     "row_factor",
+    "slice_columns",
     "unpack_bytes",
     "why_not_packed",
 ]
 
-_SLICE_COLUMNS = (64, 32, 16)
+_SLICE_COLUMNS = (128, 64, 32, 16)
 _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FORMS = {"e4m3": "e4m3", "e5m2": "e5m2"}
 
@@ -126,6 +127,20 @@ def why_not_packed(weight: QuantTensor) -> str | None:
     return None
 
 
+def slice_columns(features: int, group: int) -> int:
+    """Return C: wide slices cost fewer instructions, but a group that is one slice costs more.
+
+    Args:
+        features: K.
+        group: Columns that share a scale, 0 for all.
+    """
+    if group == 0:
+        return 128 if features % 256 == 0 else 64
+    if group % 256 == 0:
+        return 128
+    return next(size for size in _SLICE_COLUMNS[1:] if group % size == 0)
+
+
 def _is_byte_zero(grid: Grid, dtype: torch.dtype) -> bool:
     return grid.is_integer and dtype in (torch.int8, torch.uint8) and dtype == grid.storage
 
@@ -136,11 +151,11 @@ def pack(weight: QuantTensor, *, device: torch.device, columns: int | None = Non
     Args:
         weight: One for which `why_not_packed` has nothing to say.
         device: Where the result lives.
-        columns: C; None takes the widest of 64, 32 and 16 that groups allow.
+        columns: C; None takes `slice_columns`.
     """
     weight = weight.to(device)
     group = weight.block[1] if weight.scale.shape[1] > 1 else 0
-    width = columns or next(size for size in _SLICE_COLUMNS if group % size == 0)
+    width = columns or slice_columns(weight.shape[1], group)
     raw, zero, grid = weight.codes.view(torch.uint8), weight.zero, weight.grid
     if grid.storage == torch.uint8:
         raw = raw ^ 128

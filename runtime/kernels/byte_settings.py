@@ -27,7 +27,7 @@ __all__ = [
     "settings_for",
 ]
 
-MOST_FUSED = 512  # tokens from which on the weight is dequantized for cuBLAS
+MOST_FUSED = 640  # tokens from which on the weight is dequantized for cuBLAS
 Settings = Mapping[str, int]
 
 
@@ -60,7 +60,8 @@ def rule(m: int, n: int, k: int, columns: int, processors: int, shared: int) -> 
     if m >= MOST_FUSED:
         return {"dequantize": 1}
     tokens = max(8, min(128, triton.next_power_of_2(m)))
-    rows, warps, stages, step = (64, 4, 4, columns) if tokens <= 64 else (128, 8, 3, columns)
+    step = min(columns, 64)
+    rows, warps, stages = (64, 4, 4) if tokens <= 64 else (128, 8, 3)
     while stages > 2 and _shared_bytes(rows, tokens, step, stages) > shared:
         stages -= 1
     tiles = -(-n // rows) * -(-m // tokens)

@@ -38,13 +38,14 @@ __all__ = [
     "PackedForBytes",
     "pack",
     "pack_pairs",
+    "slice_columns",
     "unpack_pair",
     "unpack_pairs",
     "why_not_packed",
 ]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-_SLICE_COLUMNS = (64, 32)
+_SLICE_COLUMNS = (128, 64, 32)
 _FACTORS = {"int": 1 / 16, "float": 512.0, "e2m1": 64.0}
 _MOST_COLUMNS = 1 << 17  # of one int32 sum of products of up to 2^14
 
@@ -136,6 +137,18 @@ def why_not_packed(weight: QuantTensor, *, floats: bool) -> str | None:
     return None
 
 
+def slice_columns(features: int, group: int) -> int:
+    """Return C, the widest that goes into K = `features` without padding, or into a group.
+
+    Args:
+        features: K.
+        group: Columns that share a scale, 0 for all.
+    """
+    if group == 0:
+        return 128 if features % 256 == 0 else 64
+    return next(size for size in _SLICE_COLUMNS if group % size == 0)
+
+
 def pack(
     weight: QuantTensor, *, floats: bool, device: torch.device, columns: int | None = None
 ) -> PackedForBytes:
@@ -145,11 +158,11 @@ def pack(
         weight: One for which `why_not_packed` has nothing to say.
         floats: Inputs are e4m3, not int8.
         device: Where the result lives.
-        columns: C; None takes the wider of 64 and 32 that groups allow.
+        columns: C; None takes `slice_columns`.
     """
     weight = weight.to(device)
     group = weight.block[1] if weight.scale.shape[1] > 1 else 0
-    width = columns or next(size for size in _SLICE_COLUMNS if group % size == 0)
+    width = columns or slice_columns(weight.shape[1], group)
     if weight.grid.table is not None:
         form, nibbles = "e2m1", weight.codes
     elif floats:

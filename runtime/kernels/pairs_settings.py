@@ -12,6 +12,7 @@ __all__ = ["Settings", "fits", "hopper_candidates", "hopper_rule"]
 
 Settings = Mapping[str, int]
 _RING = 72_000  # bytes of a program's ring, so that three programs share a processor
+_WIDE_RING = 150_000
 
 
 def _block_bytes(rows: int, tokens: int, columns: int, x_bytes: int) -> int:
@@ -43,30 +44,43 @@ def hopper_rule(
         shared: Bytes of shared memory that a program may use.
         x_bytes: Bytes of an element of x.
     """
-    tokens = _tokens(m)
-    rows, warps = (64, 4) if tokens <= 64 else (128, 8)
-    block = _block_bytes(rows, tokens, columns, x_bytes)
-    ring = _RING if tokens <= 64 else shared - 4096
-    stages = max(2, min(8, ring // block))
+    rows, tokens = _tile(m, n, processors)
+    width = columns if tokens <= 32 else min(columns, 64)
+    block = _block_bytes(rows, tokens, width, x_bytes)
+    stages = max(2, min(8, (_RING if tokens <= 64 else _WIDE_RING) // block))
     tiles, blocks = -(-n // rows) * -(-m // tokens), -(-k // (2 * columns))
-    wanted = (3 if tokens <= 64 else 1) * processors // tiles
-    splits = max(1, min(wanted, blocks // 4, 16))
-    return {"rows": rows, "tokens": tokens, "warps": warps, "stages": stages, "splits": splits}
+    wanted = round((2.5 if tokens <= 64 else 1) * processors / tiles)
+    splits = max(1, min(wanted, blocks // 2, 16))
+    names = ("rows", "tokens", "warps", "stages", "splits", "columns")
+    return dict(zip(names, (rows, tokens, 4, stages, splits, width), strict=True))
+
+
+def _tile(m: int, n: int, processors: int) -> tuple[int, int]:
+    """Return rows of W and tokens of a tile: small ones where there are few."""
+    tokens = _tokens(m)
+    if tokens <= 32:
+        return 64, tokens
+    is_small = -(-n // 64) * -(-m // 64) <= 3 * processors
+    if is_small or tokens == 64:
+        return (64 if is_small else 128), 64
+    return (64 if -(-n // 64) * -(-m // 128) <= processors else 128), 128
 
 
 def hopper_candidates(
     m: int, n: int, k: int, columns: int, x_bytes: int
 ) -> Iterator[dict[str, int]]:
     """Yield settings worth measuring on a card with 227 KiB of shared memory and 132 processors."""
-    names = ("rows", "tokens", "warps", "stages", "splits")
+    names = ("rows", "tokens", "warps", "stages", "splits", "columns")
     blocks, seen = -(-k // (2 * columns)), set()
-    wide = {_tokens(m), max(16, _tokens(m)), max(64, _tokens(m) // 2)} if m > 64 else {_tokens(m)}
-    shapes = ((64, 4), (128, 4), (128, 8))
-    for tokens, (rows, warps), stages, load in product(wide, shapes, (3, 4, 6, 8), (1, 2, 3, 4, 6)):
+    sizes = {_tokens(m), 64, 128} if m > 64 else {_tokens(m)}
+    widths = {columns, min(columns, 64), 32} if m > 64 else {columns, min(columns, 64)}
+    shapes = ((64, 4), (128, 4), (128, 8)) if m > 64 else ((64, 4), (128, 4))
+    for tokens, (rows, warps), width in product(sorted(sizes), shapes, sorted(widths)):
         tiles = -(-n // rows) * -(-m // tokens)
-        splits = max(1, min(blocks // 2, 16, round(132 * load / tiles)))
-        key = (rows, tokens, warps, stages, splits)
-        found = dict(zip(names, key, strict=True))
-        if key not in seen and fits(found, columns, 232_448, x_bytes):
-            seen.add(key)
-            yield found
+        for stages, load in product((2, 3, 4, 6, 8), (1, 2, 3, 4, 6)):
+            splits = max(1, min(blocks // 2, 16, round(132 * load / tiles)))
+            key = (rows, tokens, warps, stages, splits, width)
+            found = dict(zip(names, key, strict=True))
+            if key not in seen and fits(found, columns, 232_448, x_bytes):
+                seen.add(key)
+                yield found
