@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,21 +18,33 @@ from quantload.accuracy.baseline import (
     baseline_text,
     read_baseline,
 )
-from quantload.accuracy.baseline_check import BaselineReport, judge, measured_layers
+from quantload.accuracy.baseline_check import (
+    BaselineReport,
+    about_end,
+    end_numbers,
+    judge,
+    measured_layers,
+    with_output_errors,
+)
 from quantload.accuracy.statistics import ids_digest
+from quantload.api_load import parse_device
 from quantload.api_plan import inspect
 from quantload.errors import BaselineError, OutputError
 from quantload.loader.source import Source
 from quantload.progress import Progress, Silent
 
+if TYPE_CHECKING:
+    from quantload.accuracy.compare_outputs import OutputComparison
 
-def write_baseline(
+
+def write_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
     reference: str | Path,
     candidate: str | Path,
     file: str | Path,
     *,
     sequences: Sequence[Sequence[int]] = (),
     tolerances: Tolerances | None = None,
+    device: str | torch.device | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Baseline:
@@ -43,6 +56,7 @@ def write_baseline(
         file: A JSON file, see `accuracy/baseline.py`.
         sequences: Token ids to run through both; without any, only weights are measured.
         tolerances: What checks allow; the defaults of `Tolerances`.
+        device: Where both run, in float32; None takes CUDA where there is one.
         overwrite: Replace a file that is there.
         progress: Draws progress; silent by default.
 
@@ -56,7 +70,21 @@ def write_baseline(
             f"`{place}` is there already",
             hint="`--overwrite` replaces it: what the candidate has lost by then is accepted",
         )
-    made = _measured(reference, candidate, sequences, tolerances or Tolerances(), progress)
+    progress = progress or Silent()
+    source, opened = inspect(reference), inspect(candidate)
+    made = Baseline(
+        reference=_name(source),
+        candidate=_name(opened),
+        bits_per_weight=_bits_per_weight(opened),
+        layers=measured_layers(source, opened, progress),
+        tokens=_tokens(sequences),
+        tolerances=tolerances or Tolerances(),
+        made_on=_made_on(),
+    )
+    if made.tokens is not None:
+        outputs = _run(source, opened, made.tokens, device, progress)
+        layers = with_output_errors(made.layers, outputs, of=set(made.layers))
+        made = replace(made, layers=layers, end=end_numbers(outputs.end))
     write_text(place, baseline_text(made))
     return made
 
@@ -68,6 +96,7 @@ def check_baseline(
     reference: str | Path | None = None,
     tolerances: Tolerances | None = None,
     only: str = "*",
+    device: str | torch.device | None = None,
     progress: Progress | None = None,
 ) -> BaselineReport:
     """Hold a checkpoint to a baseline; an unchanged one passes without its reference.
@@ -78,6 +107,7 @@ def check_baseline(
         reference: What the baseline was made with; needed if a layer has changed.
         tolerances: In place of those in the file.
         only: Glob of the layers that are looked at.
+        device: Where both run if the baseline has tokens and a layer has changed.
         progress: Draws progress; silent by default.
 
     Raises:
@@ -88,34 +118,42 @@ def check_baseline(
     baseline = read_baseline(Path(file))
     opened = inspect(candidate)
     source = None if reference is None else inspect(reference)
-    now = measured_layers(source, opened, progress or Silent(), known=baseline.layers, only=only)
+    progress = progress or Silent()
+    now = measured_layers(source, opened, progress, known=baseline.layers, only=only)
+    changed = {name for name, layer in now.items() if layer is not baseline.layers.get(name)}
+    end = baseline.end
+    if changed and source is not None and baseline.tokens is not None:
+        outputs = _run(source, opened, baseline.tokens, device, progress)
+        now = with_output_errors(now, outputs, of=changed)
+        end = end_numbers(outputs.end)
     asked = {name: layer for name, layer in baseline.layers.items() if fnmatchcase(name, only)}
     if not asked and not now:
         raise BaselineError(
             f"`{only}` matches no layer of `{file}` or of `{opened.checkpoint.name}`"
         )
     held = replace(baseline, layers=asked, tolerances=tolerances or baseline.tolerances)
-    made = replace(baseline, candidate=_name(opened), layers={**baseline.layers, **now})
-    return replace(judge(held, now), now=made)
+    made = replace(baseline, candidate=_name(opened), layers={**baseline.layers, **now}, end=end)
+    report = judge(held, now)
+    failures = (*report.failures, *about_end(baseline, end, unchanged=not changed))
+    return replace(report, failures=failures, now=made)
 
 
-def _measured(
-    reference: str | Path,
-    candidate: str | Path,
-    sequences: Sequence[Sequence[int]],
-    tolerances: Tolerances,
-    progress: Progress | None,
-) -> Baseline:
-    source, opened = inspect(reference), inspect(candidate)
-    layers = measured_layers(source, opened, progress or Silent())
-    return Baseline(
-        reference=_name(source),
-        candidate=_name(opened),
-        bits_per_weight=_bits_per_weight(opened),
-        layers=layers,
-        tokens=_tokens(sequences),
-        tolerances=tolerances,
-        made_on=_made_on(),
+def _run(
+    reference: Source,
+    candidate: Source,
+    tokens: Tokens,
+    device: str | torch.device | None,
+    progress: Progress,
+) -> OutputComparison:
+    from quantload.accuracy.compare_outputs import compare_running  # transformers: seconds
+
+    return compare_running(
+        reference,
+        candidate,
+        tokens.ids,
+        progress,
+        device=parse_device(device),
+        dtype=torch.float32,
     )
 
 

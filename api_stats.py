@@ -70,7 +70,7 @@ def stats(  # noqa: PLR0913 - a keyword for each choice of the user
         )
     report = collect_statistics(
         opened,
-        _cut(sequences, max_tokens),
+        cut_tokens(sequences, max_tokens),
         device=place,
         dtype=kind,
         batch_tokens=batch_tokens,
@@ -80,7 +80,8 @@ def stats(  # noqa: PLR0913 - a keyword for each choice of the user
     return write_statistics(report, Path(output), overwrite=overwrite)
 
 
-def _cut(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+def cut_tokens(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """Return the first `max_tokens` tokens of some sequences."""
     kept = []
     for ids in sequences:
         if max_tokens > 0 and len(ids):
@@ -95,7 +96,7 @@ def generated_tokens(
     count: int,
     *,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype = torch.float32,
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> list[list[int]]:
@@ -138,4 +139,4 @@ def generated_tokens(
     return [[int(i) for i in ids] for ids in made.tolist()]
 
 
-__all__ = ["generated_tokens", "stats"]
+__all__ = ["cut_tokens", "generated_tokens", "stats"]

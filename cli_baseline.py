@@ -27,19 +27,46 @@ def baseline() -> None:
 @click.argument("reference")
 @click.argument("candidate")
 @click.argument("file", type=click.Path(path_type=Path))
+@click.option("--data", type=click.Path(path_type=Path), help="Text or .jsonl to run through both.")
+@click.option("--token-ids", type=click.Path(path_type=Path), help="JSON file: lists of token ids.")
+@click.option("--generated", is_flag=True, help="Run tokens that REFERENCE makes up (seeded).")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    help="Tokens to run at most.",
+)
+@click.option("--device", help="cpu or cuda; default cuda if there is one.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE: accept what CANDIDATE has lost.")
 @JSON
 @QUIET
 def write(
-    reference: str, candidate: str, file: Path, *, overwrite: bool, as_json: bool, quiet: bool
+    reference: str,
+    candidate: str,
+    file: Path,
+    *,
+    overwrite: bool,
+    as_json: bool,
+    **flags: Any,  # noqa: ANN401 - click's values
 ) -> None:
-    """Measure every layer of CANDIDATE against REFERENCE and write that to FILE."""
+    """Measure every layer of CANDIDATE against REFERENCE and write that to FILE.
+
+    With --data, --token-ids or --generated both also run, and outputs of layers, KL and top-1
+    agreement are kept; the token ids are in FILE, so that every check runs the same.
+    """
     from quantload import api_baseline
     from quantload.cli_output import BarProgress, console, print_json
 
-    with BarProgress(quiet=quiet) as progress:
+    with BarProgress(quiet=flags["quiet"]) as progress:
         made = api_baseline.write_baseline(
-            reference, candidate, file, overwrite=overwrite, progress=progress
+            reference,
+            candidate,
+            file,
+            sequences=_sequences(reference, flags),
+            device=flags["device"],
+            overwrite=overwrite,
+            progress=progress,
         )
     if as_json:
         print_json({"quantload_baseline": 1, "file": str(file), "layers": len(made.layers)})
@@ -50,10 +77,33 @@ def write(
     )
 
 
+def _sequences(reference: str, flags: dict[str, Any]) -> list[list[int]]:
+    from quantload import api
+    from quantload.api_load import parse_device
+    from quantload.api_stats import cut_tokens, generated_tokens
+    from quantload.cli_stats import sequences_of
+
+    found = sequences_of(
+        data=flags["data"],
+        token_ids=flags["token_ids"],
+        tokenizer=lambda: api.load_tokenizer(reference),
+    )
+    if found is None and not flags["generated"]:
+        return []
+    if found is None:
+        return generated_tokens(
+            api.inspect(reference),
+            flags["max_tokens"],
+            device=parse_device(flags["device"]),
+        )
+    return cut_tokens(found, flags["max_tokens"])
+
+
 @baseline.command()
 @click.argument("candidate")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--ref", "reference", help="The reference; needed if a layer has changed.")
+@click.option("--device", help="cpu or cuda; default cuda if there is one.")
 @click.option("--strict", is_flag=True, help="Fail too if layers are better than the baseline.")
 @click.option("--junit", type=click.Path(path_type=Path), help="Write a JUnit report.")
 @click.option("--github", is_flag=True, help="Print annotations for GitHub Actions.")
@@ -65,7 +115,7 @@ def check(
     *,
     reference: str | None,
     junit: Path | None,
-    **flags: bool,
+    **flags: Any,  # noqa: ANN401 - click's values
 ) -> None:
     """Hold CANDIDATE to the baseline FILE.
 
@@ -77,7 +127,7 @@ def check(
 
     with BarProgress(quiet=flags["quiet"]) as progress:
         report = api_baseline.check_baseline(
-            candidate, file, reference=reference, progress=progress
+            candidate, file, reference=reference, device=flags["device"], progress=progress
         )
     if junit is not None:
         api_baseline.write_text(junit, junit_text(report, file))

@@ -15,9 +15,10 @@ error of its output.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,6 +37,11 @@ from quantload.loader.experts import apart_as_in
 from quantload.loader.source import Source
 from quantload.progress import Progress
 
+if TYPE_CHECKING:
+    from quantload.accuracy.compare_outputs import OutputComparison
+    from quantload.accuracy.end_metrics import EndMetrics
+
+_FEWEST_POSITIONS = 2
 _STEPS_FACTOR, _STEPS_MORE = 1.25, 0.05
 _BLOCK_FACTOR, _BLOCK_MORE = 2.0, 4.0
 _ABSENT = "absent"
@@ -229,6 +235,38 @@ def _layer(
     )
 
 
+def with_output_errors(
+    layers: Mapping[str, LayerBaseline], outputs: OutputComparison, *, of: Set[str]
+) -> dict[str, LayerBaseline]:
+    """Return layers with the errors of their outputs.
+
+    Args:
+        layers: From `measured_layers`.
+        outputs: What running both models showed; an expert that few tokens reached is left out.
+        of: Layers that get them.
+    """
+    found = dict(layers)
+    for name, errors in outputs.isolated.items():
+        if name in found and name in of and name not in outputs.few:
+            found[name] = replace(
+                found[name],
+                output=errors.sums.relative,
+                output_median=errors.median,
+                tokens=errors.num_tokens,
+            )
+    return found
+
+
+def end_numbers(end: EndMetrics | None) -> dict[str, tuple[float, float]]:
+    """Return mean and standard error of what is kept of the end; nothing without logits."""
+    if end is None or end.num_tokens < _FEWEST_POSITIONS:
+        return {}
+    return {
+        "kl_mean": (end.kl_mean, end.kl_standard_error),
+        "top1": (end.top1, end.top1_standard_error),
+    }
+
+
 # -- judging ---------------------------------------------------------------------------------------
 
 
@@ -333,7 +371,7 @@ def _about_means(
 
 
 def about_end(
-    baseline: Baseline, now: Mapping[str, tuple[float, float]], unchanged: bool
+    baseline: Baseline, now: Mapping[str, tuple[float, float]], *, unchanged: bool
 ) -> Iterator[str]:
     """Say what at the output is worse than it may be.
 
@@ -369,6 +407,8 @@ __all__ = [
     "LayerVerdict",
     "about_end",
     "change_db",
+    "end_numbers",
     "judge",
     "measured_layers",
+    "with_output_errors",
 ]

@@ -159,12 +159,14 @@ def test_the_end_is_held_to_a_part_and_to_its_standard_errors(made):
     *_, file = made
     baseline = replace(read_baseline(file), end={"kl_mean": (0.05, 0.001), "top1": (0.9, 0.01)})
     same = {"kl_mean": (0.054, 0.001), "top1": (0.87, 0.01)}
-    assert list(about_end(baseline, same, False)) == []
-    worse = list(about_end(baseline, {"kl_mean": (0.06, 0.001), "top1": (0.8, 0.01)}, False))
+    assert list(about_end(baseline, same, unchanged=False)) == []
+    worse = list(
+        about_end(baseline, {"kl_mean": (0.06, 0.001), "top1": (0.8, 0.01)}, unchanged=False)
+    )
     assert len(worse) == 2
-    assert list(about_end(baseline, {}, True)) == []
+    assert list(about_end(baseline, {}, unchanged=True)) == []
     with pytest.raises(NotComparable):
-        list(about_end(baseline, {}, False))
+        list(about_end(baseline, {}, unchanged=False))
 
 
 def test_files_that_cannot_be_used(made, tmp_path):
@@ -187,6 +189,27 @@ def test_files_that_cannot_be_used(made, tmp_path):
         bad.write_text(wrong)
         with pytest.raises(BaselineError, match=message):
             read_baseline(bad)
+
+
+def test_a_baseline_with_tokens_holds_outputs_too(made, tmp_path):
+    source, output, _ = made
+    file = tmp_path / "tokens.json"
+    sequences = [[1, 5, 9, 2, 8, 3, 11], [4, 4, 7]]
+    api_baseline.write_baseline(source, output, file, sequences=sequences, device="cpu")
+    kept = read_baseline(file)
+    assert kept.tokens.ids == tuple(tuple(ids) for ids in sequences)
+    compared = api.compare(source, output, sequences=sequences, device="cpu")
+    rows = {row.module: row for row in compared.layers}
+    assert kept.layers[UP].output == pytest.approx(rows[UP].output.relative, rel=1e-5)
+    assert kept.layers[UP].output_median == pytest.approx(rows[UP].output_median, rel=1e-5)
+    assert kept.layers[UP].tokens == 10
+    assert kept.end["kl_mean"][0] == pytest.approx(compared.end.kl_mean, rel=1e-5)
+    assert api_baseline.check_baseline(output, file).passed
+    broken = changed(tmp_path / "broken", output, double_scale)
+    report = api_baseline.check_baseline(broken, file, reference=source, device="cpu")
+    assert "output error" in report.worst()[0].failure
+    assert any(failure.startswith("kl_mean") for failure in report.failures)
+    assert report.now.layers[UP].output > kept.layers[UP].output
 
 
 def test_digests_are_of_values():
