@@ -281,7 +281,7 @@ def main() -> int:
         "triton": triton.__version__,
     }
     found: dict[str, Any] = {"environment": environment, "rows": [], "failed": []}
-    with torch.inference_mode():
+    with torch.no_grad():
         for name in options.configs.split(","):
             for fmt in options.formats.split(","):
                 if time.monotonic() - started < options.seconds:
