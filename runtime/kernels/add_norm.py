@@ -171,7 +171,7 @@ def _add_norm(
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     delta = delta if delta is None or delta.stride(1) == 1 else delta.contiguous()
     block = triton.next_power_of_2(width)
-    warps = min(max(block // 512, 1), 16)
+    warps = min(max(block // 256, 1), 16)
     early, next_up = launches_early(hidden.device), ahead_of(ahead, hidden.device, warps)
     with torch.cuda.device_of(hidden):
         _launch(

@@ -59,7 +59,7 @@ _ROWS = 16  # fewest rows of a matrix product
 _SUMMED = 4096  # partial results that a program holds while it adds up, elements
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _TILES = (  # keys of a block, warps, blocks in flight
-    (32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 3), (64, 4, 2), (128, 4, 3),
+    (32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 3), (64, 8, 3), (64, 4, 2), (128, 4, 3),
 )  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def _decode_attention_kernel(
     busy = busy & (split < active)
     low = first + split * size
     high = tl.where(busy, tl.minimum(low + size, now), low)
-    d, g = tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    d = tl.arange(0, COLUMNS)
     inside = d < D
     start = b * row_stride + h * head_stride
     if EARLY:  # what the cache holds is nobody's result: it is asked for before the wait
@@ -274,11 +274,14 @@ def _decode_attention_kernel(
 
     cos += now.to(tl.int64) * R
     sin += now.to(tl.int64) * R
-    heads = b * q_stride + (h * G + g) * D
+    r = tl.arange(0, FILLED)
     asked = prepared(
-        q, heads, g < G, cos, sin, q_weight, eps,
+        q, b * q_stride + (h * G + r) * D, r < G, cos, sin, q_weight, eps,
         D, R, COLUMNS, NORM, LATE, OFFSET, INTERLEAVED,
     )  # fmt: skip
+    # as many rows as a product takes: the others are the same again
+    asked = tl.broadcast_to(asked[None, :, :], (ROWS // FILLED, FILLED, COLUMNS))
+    asked = tl.reshape(asked, (ROWS, COLUMNS))
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.full((ROWS,), 0.0, tl.float32)
     acc = tl.full((ROWS, COLUMNS), 0.0, tl.float32)

@@ -96,7 +96,9 @@ def glu_codes(
     *,
     ahead: Tensor | None = None,
 ) -> Codes:
-    """Return act(gate) * up, quantized: the codes and scales of `quantize_rows` for it.
+    """Return act(gate) * up, quantized: codes and scales as `quantize_rows` makes them.
+
+    The activation may differ from torch's in its last bits before it is rounded.
 
     Args:
         gate: [M, I], as for `glu`; at most 32768 columns.
@@ -117,7 +119,7 @@ def _glu_codes(
     codes, scales = room_for_codes(gate, tokens, width, form)
     block, early = triton.next_power_of_2(width), launches_early(gate.device)
     assert block <= WIDEST, f"rows of {width}"
-    warps = min(max(block // 1024, 1), 16)
+    warps = min(max(block // 512, 1), 32)
     next_up = ahead_of(ahead, gate.device, warps)
     with torch.cuda.device_of(gate):
         if codes.numel():
@@ -138,9 +140,11 @@ def _(gate, up, activation, form, ahead):
 
 
 @triton.jit
-def _activated(x, ACT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The activation of float32 numbers."""
-    if ACT == "silu":
+def _activated(x, ACT: tl.constexpr, INTERPRETED: tl.constexpr, EXACT: tl.constexpr):
+    """The activation of float32 numbers; EXACT as torch's kernels compute it."""
+    if ACT == "silu" and not EXACT:
+        y = x / (1.0 + tl.exp(-x))
+    elif ACT == "silu":
         # NOTE: the interpreter has no device library; there the bits are those of numpy
         power = tl.exp(-x) if INTERPRETED else libdevice.exp(-x)
         y = x / (1.0 + power) if INTERPRETED else tl.div_rn(x, 1.0 + power)
@@ -174,7 +178,7 @@ def _glu_kernel(
             index = (row - tokens).to(tl.int32) * tl.num_programs(1) + tl.program_id(1)
             fetch_ahead(ahead, pieces, index, WARPS)
     stored = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
-    y = _activated(stored.to(tl.float32), ACT, INTERPRETED)
+    y = _activated(stored.to(tl.float32), ACT, INTERPRETED, True)
     y = y.to(stored.dtype).to(tl.float32)
     y = y * tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, y.to(out.dtype.element_ty), mask=inside)
@@ -196,7 +200,7 @@ def _glu_codes_kernel(
             fetch_ahead(ahead, pieces, (row - tokens).to(tl.int32), WARPS)
     stored = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
     other = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    y = _activated(stored.to(tl.float32), ACT, INTERPRETED).to(stored.dtype).to(tl.float32)
+    y = _activated(stored.to(tl.float32), ACT, INTERPRETED, False).to(stored.dtype).to(tl.float32)
     y = tl.where(inside, (y * other).to(stored.dtype).to(tl.float32), 0.0)
     store_codes(codes, scales, y, row, row < tokens, width, stored.dtype, BLOCK, GRID, GROUP)
 
