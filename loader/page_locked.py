@@ -82,6 +82,10 @@ class Ring:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End its threads, once they are done."""
         if self._pool is not None:
             self._pool.shutdown()
 
