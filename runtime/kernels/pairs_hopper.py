@@ -42,6 +42,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quantload.runtime.kernels.byte_unpack import scale_values, unpack2
 from quantload.runtime.kernels.nibble_rounded_layout import unpack_pair
+from quantload.runtime.kernels.pairs_result import finished, store_tile
 from quantload.runtime.kernels.split_locks import split_locks
 from quantload.runtime.launch_settings import Settings
 
@@ -120,39 +121,6 @@ def _end(token, total, s0, scale, GROUPED: gl.constexpr):
             part *= gl.expand_dims(scale_values(s0), 1)
         found = total + part
     return found
-
-
-@gluon.jit
-def _finished(total, x_scale, outer, bias, n, m, M, N, x_step):
-    y = total.to(gl.float32)
-    n_in, m_in = n < N, m < M
-    if x_scale is not None:
-        of_x = gl.load(x_scale + m * x_step, mask=m_in, other=0.0)
-        of_x += of_x - of_x  # what is not finite makes NaN, whatever its codes are
-        y *= gl.expand_dims(of_x, 0)
-    if outer is not None:
-        y *= gl.expand_dims(gl.load(outer + n, mask=n_in, other=0.0), 1)
-    if bias is not None:
-        y += gl.expand_dims(gl.load(bias + n, mask=n_in, other=0.0).to(gl.float32), 1)
-    return y
-
-
-@gluon.jit
-def _store(y, out, n_start, m_start, n, m, M, N, num_warps: gl.constexpr):
-    BN: gl.constexpr = y.shape[0]
-    BM: gl.constexpr = y.shape[1]
-    y = y.to(out.dtype.element_ty)
-    if BM >= 64:  # to whole lines of the result
-        LINES: gl.constexpr = gl.BlockedLayout(
-            [1, 8], [256 // BN, BN // 8] if BN < 256 else [1, 32], [num_warps, 1], [1, 0]
-        )
-        y = gl.convert_layout(y.permute((1, 0)), LINES)
-        nn = gl.expand_dims(n_start + gl.arange(0, BN, layout=gl.SliceLayout(0, LINES)), 0)
-        mm = gl.expand_dims(m_start + gl.arange(0, BM, layout=gl.SliceLayout(1, LINES)), 1)
-        gl.store(out + mm.to(gl.int64) * N + nn, y, mask=(mm < M) & (nn < N))
-    else:
-        nn, mm = gl.expand_dims(n, 1), gl.expand_dims(m, 0)
-        gl.store(out + mm.to(gl.int64) * N + nn, y, mask=(mm < M) & (nn < N))
 
 
 @gluon.jit(do_not_specialize=("M", "blocks", "splits", "G", "R", "block_rows", "x_step"))
@@ -336,8 +304,8 @@ def pairs_gemm_hopper(  # noqa: C901 - what is not there is compiled out
             for part_of_k in range(splits):
                 total += gl.load(base + part_of_k * (BN * BM), cache_modifier=".cg")
             gl.store(locks + tile, 0)
-        y = _finished(total, x_scale, outer, bias, n, m, M, N, x_step)
-        _store(y, out, n_start, m_start, n, m, M, N, num_warps)
+        y = finished(total, x_scale, outer, bias, n, m, M, N, x_step)
+        store_tile(y, out, n_start, m_start, n, m, M, N, num_warps)
 
 
 @functools.cache
