@@ -36,7 +36,6 @@ from quantload.runtime.launch_settings import Settings
 __all__ = ["TOKENS", "launch_fused", "rounded_gemm_fused"]
 
 TOKENS = 8  # the fewest that the tensor core multiplies, and the most that a launch takes
-_READ = gl.constexpr(4096)  # columns whose largest |x| is taken at once
 
 
 @gluon.jit
@@ -166,8 +165,8 @@ def _plain_sums(w_desc, w_ring, x_all, ready, n_start, first, count, total):
 @gluon.jit(do_not_specialize=["M", "steps", "splits"])
 def rounded_gemm_fused(
     w_desc, x, w_scale, bias, out, partial, locks, M, N, K, stride, steps, splits,
-    STAGES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, SPLIT: gl.constexpr,
-    EXACT: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, WIDTH: gl.constexpr, READ: gl.constexpr, ROWS: gl.constexpr,
+    SPLIT: gl.constexpr, EXACT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Round and multiply; see `rounded_hopper` for what is not described here.
 
@@ -187,6 +186,7 @@ def rounded_gemm_fused(
         splits: Parts of K.
         STAGES: Places of the ring.
         WIDTH: Columns that a program multiplies, at most; a power of two.
+        READ: Elements of the tokens whose largest |x| is taken at once.
         ROWS: 1 or 8 tokens.
         SPLIT: splits > 1.
         EXACT: As in `rounded_hopper`.
@@ -213,8 +213,7 @@ def rounded_gemm_fused(
     for slot in gl.static_range(STAGES):
         _fetch(w_desc, w_ring, ready, n_start, first, slot, count)
     gdc_wait()
-    READ: gl.constexpr = 4096 // ROWS
-    reach = _reach(x, stride, M, K, ROWS, READ, num_warps)
+    reach = _reach(x, stride, M, K, ROWS, READ // ROWS, num_warps)
     scale = _scale(reach, x.dtype.element_ty, INTEGERS)
     start = first * BK
     _round_part(
@@ -279,6 +278,7 @@ def launch_fused(
         TensorDescriptor(packed.codes, [n, k], [k, 1], [bn, bk], layout_of_tile(bn, bk, integers)),
         x, packed.scale, bias, out, partial, locks, m, n, k, x.stride(0), steps, splits,
         STAGES=s["stages"], WIDTH=max(512, triton.next_power_of_2(triton.cdiv(steps, splits) * bk)),
-        ROWS=1 if m == 1 else TOKENS, SPLIT=splits > 1, EXACT=not integers, num_warps=s["warps"],
+        READ=4096 if k <= 4096 else 16384, ROWS=1 if m == 1 else TOKENS, SPLIT=splits > 1,
+        EXACT=not integers, num_warps=s["warps"],
         launch_pdl=True,
     )  # fmt: skip
