@@ -20,8 +20,10 @@ from quantload.quant.activation import fake_quantize
 from quantload.quant.packing import pack_dense, unpack_dense
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import InputScheme
+from quantload.runtime.byte_gemm import ByteGemm
 from quantload.runtime.cpu_gemm import CpuInt4, CpuInt8, CpuInt8Inputs
 from quantload.runtime.nibble_gemm import NibbleGemm
+from quantload.runtime.nibble_rounded_gemm import NibbleRoundedGemm
 from quantload.runtime.rounded_gemm import RoundedGemm
 
 if TYPE_CHECKING:
@@ -314,7 +316,9 @@ class PackedRows(nn.Module):
 
 KERNELS: tuple[GemmKernel, ...] = (
     RoundedGemm(),
+    NibbleRoundedGemm(),
     NibbleGemm(),
+    ByteGemm(),
     TritonWeightOnly(),
     CpuInt8Inputs(),
     CpuInt4(),
