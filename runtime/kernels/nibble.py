@@ -29,7 +29,6 @@ from quantload.runtime.kernels.nibble_layout import INTERPRETED
 from quantload.runtime.kernels.nibble_mid import mid_kernel
 from quantload.runtime.kernels.nibble_parallel import parallel_kernel
 from quantload.runtime.kernels.nibble_plan import (
-    Card,
     Plan,
     by_rule,
     card_of,
@@ -157,7 +156,7 @@ def _served(
     if plan.path == "overlap" and weight.form == "table":
         plan = replace(plan, path="mid", after=False)
     if plan.path == "stream" and not (is_aligned and _streams(weight)):
-        return fitted(by_rule(tokens, _shape(weight), Card()), weight)
+        return fitted(by_rule(tokens, _shape(weight), card_of(device), plain=True), weight)
     if plan.path in ("mid", "overlap") and not is_aligned:
         return fitted(without_copy_engine(tokens, _shape(weight), card_of(device)), weight)
     return plan

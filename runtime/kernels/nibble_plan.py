@@ -96,7 +96,7 @@ def plan_for(weight: NibbleWeight, tokens: int, device: torch.device) -> Plan:
     else:
         plan = by_rule(tokens, (blocks, rows, columns), card)
     if not _is_served(plan, weight):
-        plan = by_rule(tokens, (blocks, rows, columns), replace(card, has_copy_engine=False))
+        plan = by_rule(tokens, (blocks, rows, columns), card, plain=True)
     return fitted(plan, weight)
 
 
@@ -136,21 +136,26 @@ class Card:
     shared: int = 232448
 
 
-def by_rule(tokens: int, words: tuple[int, int, int], card: Card) -> Plan:
+def by_rule(tokens: int, words: tuple[int, int, int], card: Card, *, plain: bool = False) -> Plan:
     """Return a plan that was good on the shapes that were measured.
 
     Args:
         tokens: M.
         words: B, N and C of the words.
         card: Where it runs.
+        plain: Only "decode" and "dense", which serve everything.
     """
     blocks, rows, columns = words
-    if tokens >= (1024 if rows * blocks * columns < 1 << 24 else 2048):
+    elements = rows * blocks * 4 * columns
+    if tokens >= (256 if elements <= 1 << 24 else 512):
         return Plan("dense")
     if tokens <= 16:
-        return _few(tokens, rows, blocks, card.processors)
-    if tokens > 64 and card.has_copy_engine:
-        return Plan("mid", rows=128, tokens=128, after=False, swizzle=8)
+        small = elements <= 1 << 25 and not plain
+        return _small(tokens, elements, columns) if small else _few(tokens, rows, blocks, card)
+    if tokens > 64 and card.has_copy_engine and not plain:
+        return Plan(
+            "mid", rows=128, tokens=128, warps=8, stages=3, step=64, after=False, swizzle=8
+        )  # fmt: skip
     return without_copy_engine(tokens, words, card)
 
 
@@ -165,16 +170,28 @@ def without_copy_engine(tokens: int, words: tuple[int, int, int], card: Card) ->
     return Plan("decode", rows=tile, tokens=tile_m, splits=splits, swizzle=8, stages=stages)
 
 
-def _few(tokens: int, rows: int, blocks: int, processors: int) -> Plan:
-    tile_m = 8 if tokens <= 8 else 16
+def _small(tokens: int, elements: int, columns: int) -> Plan:
+    """A few megabytes and up to 16 tokens: the warps of a program share out K."""
+    rows = 16 if tokens <= 8 or elements <= 1 << 24 else 32
+    tokens = 8 if tokens <= 8 else 16
+    prefetch = 8 if tokens == 8 else 0
+    return Plan(
+        "parallel", rows=rows, tokens=tokens, unroll=256 // columns, warps=4, prefetch=prefetch
+    )
+
+
+def _few(tokens: int, rows: int, blocks: int, card: Card) -> Plan:
+    """Up to 16 tokens: without parts of K where there are tiles enough."""
     tiles = -(-rows // 64)
-    if tiles >= 3 * processors:
-        return Plan("decode", tokens=tile_m)
-    if tile_m == 8:
-        splits = max(1, min(blocks, 6 * processors // (2 * tiles)))
+    if tiles >= 3 * card.processors:
+        if tokens <= 8:
+            return Plan("decode", tokens=8, stages=5, warps=2, prefetch=4)
+        return Plan("decode", tokens=16)
+    if tokens <= 8:
+        splits = max(1, min(blocks, 6 * card.processors // (2 * tiles)))
         return Plan("decode", rows=32, tokens=8, splits=splits, warps=2)
-    splits = max(1, min(blocks, 4 * processors // tiles))
-    return Plan("decode", tokens=tile_m, splits=splits, prefetch=4)
+    splits = max(1, min(blocks, 4 * card.processors // tiles))
+    return Plan("decode", tokens=16, splits=splits)
 
 
 @functools.cache
