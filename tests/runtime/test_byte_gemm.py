@@ -228,7 +228,7 @@ def test_row():
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("name", CASES)
 def test_on_card(name, dtype, kernel_device):
-    for m, n, k in ((1, 130, 144), (16, 512, 4096), (63, 257, 1000), (300, 640, 2050)):
+    for m, n, k in ((1, 130, 144), (16, 512, 4096), (300, 257, 2050)):
         check(CASES[name], m, n, k, dtype, kernel_device)
 
 
