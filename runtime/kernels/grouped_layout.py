@@ -167,10 +167,16 @@ def why_not(weight: QuantTensor) -> str | None:
         return "zero points are no small whole numbers"
     if grid.name == "e5m2" and not bool(weight.codes.float().isfinite().all()):
         return "e5m2 codes that are infinite or NaN"
+    if weight.scale.dtype == torch.float8_e4m3fn and _has_sign_or_nan(weight.scale):
+        return "e4m3 scales with a sign or NaN"
     if _slice_width(weight) is None:
         dtype = weight.multiplier.dtype
         return f"groups of {weight.block[1]} columns with {dtype} scales are no slices of 16 to 64"
     return None
+
+
+def _has_sign_or_nan(scale: Tensor) -> bool:
+    return bool((scale.view(torch.uint8) >= 127).any())
 
 
 def _form_of(weight: QuantTensor) -> str | None:

@@ -22,6 +22,7 @@ __all__ = ["GatedActivation", "Routing", "candidates", "grouped_product", "routi
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _SETTINGS = ("block", "rows", "warps", "stages", "after", "parts", "tiles", "half")
 _DEFAULTS = {"half": 0}  # of the others 1
+_UNIT = 64  # columns of a slice that make a step worth its costs
 _SHARED_BYTES = 220_000
 _DIRECT_PAIRS = 256  # up to here each program finds its own pairs
 _PARTIAL_PAIRS = 4096  # up to here results of pairs stay in float32 until they are summed
@@ -194,6 +195,8 @@ def _product(
         return out
     experts, steps, n, columns = words.shape
     block, tile, warps, stages, after, parts, tiles, half = settings
+    if block <= 32:  # narrow slices: more of them in a step
+        parts *= max(1, _UNIT // columns)
     slots = 2 if form in ("int8", "e4m3", "e5m2") else 4
     if x.stride(-1) != 1:
         x = x.contiguous()

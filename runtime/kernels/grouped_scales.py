@@ -49,19 +49,19 @@ def ask_for(part, place, IS_THERE: tl.constexpr):
 
 
 @triton.jit
+def _up(bits, BY: tl.constexpr):
+    return bits << BY if BY >= 0 else bits >> -BY
+
+
+@triton.jit
 def _scale(raw, SLOT: tl.constexpr, KIND: tl.constexpr):
     """Return scale SLOT of `raw` as float32."""
     if KIND == "e8m0":
-        exponent = (raw.to(tl.int32) >> (8 * SLOT)) & 255
-        bits = tl.where(exponent == 0, 0x00400000, exponent << 23)  # 2^-127 is subnormal
-        bits = tl.where(exponent == 255, 0x7FC00000, bits)
-        return bits.to(tl.float32, bitcast=True)
+        return (_up(raw.to(tl.int32), 23 - 8 * SLOT) & 0x7F800000).to(tl.float32, bitcast=True)
     elif KIND == "e4m3":
         # at the place of a float32's exponent, 120 too small; exact for subnormals too
-        code = raw.to(tl.int32) >> (8 * SLOT)
-        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-        return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+        bits = _up(raw.to(tl.int32), 20 - 8 * SLOT) & 0x07F00000
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     elif KIND == "bf16":
         half = (raw >> (16 * SLOT)).to(tl.int32)
         return (half << 16).to(tl.float32, bitcast=True)

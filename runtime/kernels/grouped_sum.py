@@ -29,6 +29,7 @@ __all__ = ["candidates", "grouped_sum", "kernel_names"]
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _FEW_PAIRS = 32  # above, experts that tokens share are read too often
 _MOST_CHOICES = 8  # a warp for each
+_UNIT = 64  # columns of a slice that make a step worth its costs
 
 
 def _is_few(pairs: int, choices: int) -> bool:
@@ -118,7 +119,8 @@ def _sum(
     tile, stages = settings
     slots = 2 if form in ("int8", "e4m3", "e5m2") else 4
     early = launches_early(x.device)
-    parts = max(2, triton.next_power_of_2(choices))
+    warps = max(2, triton.next_power_of_2(choices))
+    units = max(1, _UNIT // columns)
     groups, blocks_per_group = block_groups(group, slots * columns, blocks, x.shape[1])
     x = x if x.stride(1) == 1 else x.contiguous()
     with torch.cuda.device_of(x):
@@ -128,8 +130,8 @@ def _sum(
             next((part.shape[1] for part in (scale, zero) if part is not None), 0),
             x.stride(0), blocks_per_group,
             BN=tile, C=columns, FORM="int" if form == "int8" else form, SLOTS=slots, KIND=kind,
-            GROUPS=groups, EVEN=x.shape[1] == blocks * slots * columns, EARLY=early, PARTS=parts,
-            STAGES=stages, INTERPRETED=_INTERPRETED, num_warps=parts,
+            GROUPS=groups, EVEN=x.shape[1] == blocks * slots * columns and blocks % units == 0,
+            EARLY=early, PARTS=warps * units, UNITS=units, STAGES=stages, INTERPRETED=_INTERPRETED, num_warps=warps,
             **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return out

@@ -47,14 +47,19 @@ def grouped_token_kernel(
     choices, first, E, N, K, B, G, stride_x, blocks_per_group,
     BN: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr, SLOTS: tl.constexpr, KIND: tl.constexpr,
     GROUPS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr,
+    UNITS: tl.constexpr,
     STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Write out [T, N]; `grouped_kernel` says what the names are. PARTS >= choices experts."""
+    """Write out [T, N]; `grouped_kernel` says what the names are.
+
+    PARTS are UNITS blocks of slices in a step, of each of PARTS / UNITS >= choices experts.
+    """
     BM: tl.constexpr = 8  # of which one column is the token's
     dtype: tl.constexpr = x.dtype.element_ty
     let_next_start(EARLY)
     t = tl.program_id(1).to(tl.int64)
-    j = tl.arange(0, PARTS)
+    part = tl.arange(0, PARTS)
+    j = part // UNITS
     pair = t * choices + j
     # the routing is older than the kernel before
     e = tl.load(index + pair, mask=j < choices, other=first - 1).to(tl.int32) - first
@@ -67,7 +72,8 @@ def grouped_token_kernel(
     rows = tl.minimum(n, N - 1)
     expert = held * B * N * C
     if EARLY and tile + BN <= N:
-        prefetch(words + expert + tile * C, BN * C * 2)
+        soon = tl.minimum(part % UNITS, B - 1).to(tl.int64)
+        prefetch(words + expert + tile * C + soon * (N * C), BN * C * 2)
     wait_for_previous(EARLY)
     token_weight = tl.load(weights + pair, mask=is_here, other=0.0).to(tl.float32)
     words_at = words + expert[:, None, None] + rows[None, :, None] * C + c[None, None, :]
@@ -77,13 +83,15 @@ def grouped_token_kernel(
     groups = (held * G * N)[:, None] + rows[None, :]
     registers = table_registers(table, FORM, INTERPRETED)
     acc = tl.full((PARTS, BN, BM), 0.0, tl.float32)
-    for b in tl.range(0, B, num_stages=STAGES):
-        packed = tl.load(
-            words_at + b * N * C, mask=used, other=0, eviction_policy="evict_first"
-        )  # fmt: skip
-        k = (b * (SLOTS * C) + c)[None, :, None]
-        inputs = input_slices(x_at + b * (SLOTS * C), mask, k, K, C, SLOTS, EVEN)
-        place = groups + group_row(b, blocks_per_group, GROUPS) * N
+    for step in tl.range(0, (B + UNITS - 1) // UNITS, num_stages=STAGES):
+        b = step * UNITS + part % UNITS
+        block_at = words_at + (b * N)[:, None, None] * C
+        there = used & (b < B)[:, None, None]
+        packed = tl.load(block_at, mask=there, other=0, eviction_policy="evict_first")
+        k = (b * (SLOTS * C))[:, None, None] + c[None, :, None]
+        inputs = input_slices(x_at + (b * (SLOTS * C))[:, None, None], mask, k, K, C, SLOTS, EVEN)
+        row = group_row(tl.minimum(b, B - 1), blocks_per_group, GROUPS)
+        place = groups + (row * N)[:, None]
         scales = four_scales(raw_groups(scale, place, KIND != "none"), KIND, GROUPS, PARTS)
         if SLOTS == 4:
             zeros = four_zeros(raw_groups(zero, place, FORM == "zero"), FORM, GROUPS, PARTS)
@@ -95,7 +103,9 @@ def grouped_token_kernel(
     if outer is not None:
         acc *= tl.load(outer + (held * N)[:, None] + rows[None, :])[:, :, None]
     if bias is not None:
-        acc += tl.load(bias + (held * N)[:, None] + rows[None, :])[:, :, None]
+        once = (part % UNITS == 0)[:, None]
+        added = tl.load(bias + (held * N)[:, None] + rows[None, :], mask=once, other=0.0)
+        acc += added[:, :, None]
     acc = tl.where(used, acc * token_weight[:, None, None], 0.0)
     y = tl.reduce(acc, 0, _add)
     target = out + t * N + n[:, None] + 0 * m[None, :]
