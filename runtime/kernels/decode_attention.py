@@ -55,7 +55,7 @@ __all__ = ["HeadRule", "candidates", "decode_attention", "why_not"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
-_ROWS = 16  # fewest rows of a matrix product
+_ROWS = 16  # fewest rows and columns of a matrix product
 _SUMMED = 4096  # partial results that a program holds while it adds up, elements
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _TILES = (  # keys of a block, warps, blocks in flight
@@ -202,7 +202,7 @@ def _attention(
     part = torch.empty(pieces * group * (width + 2) * (splits > 1), device=q.device)
     early, next_up = launches_early(q.device), ahead_of(ahead, q.device, warps)
     programs = next_up.programs if next_up else 0
-    columns = triton.next_power_of_2(width)
+    columns = max(triton.next_power_of_2(width), _ROWS)
     filled = triton.next_power_of_2(group)
     with torch.cuda.device_of(q):
         _decode_attention_kernel[(pieces + programs,)](
