@@ -73,8 +73,10 @@ def rounding_of(
     """
     from quantload.runtime.kernels.round_rows import round_rows, why_not
 
-    kernel = round_rows if why_not(scheme, dtype, features) is None else fake_quantize
-    return partial(kernel, scheme=scheme)
+    serves = why_not(scheme, dtype, features) is None
+    if scheme.grid.is_float8 and torch.cuda.is_available():
+        serves &= torch.cuda.get_device_capability() >= (8, 9)  # older cards have no FP8
+    return partial(round_rows if serves else fake_quantize, scheme=scheme)
 
 
 class GroupedLinear(nn.Module):
