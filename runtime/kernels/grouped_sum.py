@@ -131,7 +131,8 @@ def _sum(
             x.stride(0), blocks_per_group,
             BN=tile, C=columns, FORM="int" if form == "int8" else form, SLOTS=slots, KIND=kind,
             GROUPS=groups, EVEN=x.shape[1] == blocks * slots * columns and blocks % units == 0,
-            EARLY=early, PARTS=warps * units, UNITS=units, STAGES=stages, INTERPRETED=_INTERPRETED, num_warps=warps,
+            EARLY=early, PARTS=warps * units, UNITS=units, STAGES=stages,
+            INTERPRETED=_INTERPRETED, num_warps=warps,
             **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return out

@@ -163,6 +163,37 @@ def test_products_of_routed_blocks(kernel_device, grouped, monkeypatch):
     case("W4A16:g32", kernel_device, grouped, rows="plain", n=64, k=64, tokens=9, rounding=0.0)
 
 
+def sum_case(scheme, device, *, tokens, choices, n, k, rounding, experts=E, few=32):
+    """The last product and the sum, against float64; NaN inputs of pairs of no expert."""
+    from quantload.runtime.kernels import grouped_product, grouped_sum
+
+    weight, values, biases = stacked(scheme, device, rows="plain", n=n, k=k, experts=experts)
+    index = routed(device, tokens, choices, experts)
+    x, weights = rows_of(device, tokens * choices, k), torch.rand(tokens, choices, device=device)
+    here = (index.flatten() - 5) < experts
+    x[~here] = torch.nan
+    routing = grouped_product.routing(weight, index, first=5)
+    poison(device)
+    found = grouped_sum.grouped_sum(x, weight, routing, weights, dtype=torch.float32)
+    y, size, _ = expected_of(x, values, biases, index.flatten()[:, None])
+    parts = weights.flatten()[:, None].double()
+    y, size = (
+        torch.where(here[:, None], part.nan_to_num() * parts, 0).view(tokens, choices, -1).sum(1)
+        for part in (y, size)
+    )
+    bound = size * ((k + 24) * 2.0**-23 + rounding)
+    assert bool(((found.double() - y).abs() <= bound).all())
+    again = grouped_sum.grouped_sum(x, weight, routing, weights, dtype=torch.float32)
+    assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rounding"), [("W4A16:g32", 0.0), ("NVFP4", 2.0**-8), ("FP8_BLOCK", 0.0)]
+)
+def test_few_tokens_are_summed_at_once(scheme, rounding, kernel_device):
+    sum_case(scheme, kernel_device, tokens=2, choices=3, n=24, k=160, rounding=rounding)
+
+
 def test_weighted_sum(kernel_device):
     """NaN of pairs of no expert never shows; tokens without any are zeros."""
     from quantload.runtime.kernels.route import weighted_sum
@@ -188,4 +219,14 @@ def test_products_on_a_card(scheme, rounding, tokens, kernel_device, grouped):
         case(
             scheme, kernel_device, grouped, rows="halves", n=n, k=k, tokens=tokens,
             rounding=rounding, experts=9, choices=4,
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 40, 300])
+@pytest.mark.parametrize(("scheme", "rounding"), [*SCHEMES.items(), *MORE.items()])
+def test_sums_on_a_card(scheme, rounding, tokens, kernel_device):
+    for n, k in ((200, 384), (512, 256)):
+        sum_case(
+            scheme, kernel_device, tokens=tokens, choices=6, n=n, k=k, rounding=rounding, experts=9
         )  # fmt: skip
