@@ -180,7 +180,7 @@ def _gemm(
     with torch.cuda.device_of(codes):
         if settings.get("dequantize"):
             weight = _dequantized(parts, form, block_rows, slices_per_group, k, dtype)
-            x = (codes.float() * x_scale.reshape(-1, 1)).to(dtype)
+            x = codes.to(dtype).mul_(x_scale.reshape(-1, 1))  # codes are exact in `dtype`
             bias = bias if bias is None else bias.to(dtype)
             return torch.nn.functional.linear(x, weight, bias)
         if card(codes.device)[2]:
