@@ -135,6 +135,7 @@ def summary_lines(comparison: ModelComparison) -> list[str]:
     ):
         if names:
             lines.append(f"only in the {where}: {listed(names)}")
+    lines += _about_running(comparison)
     if comparison.end is not None:
         lines += _end_lines(comparison.end)
     lines += [f"EXCEEDS {failure}" for failure in comparison.failures[:_SHOWN]]
@@ -150,7 +151,35 @@ def _end_lines(end: EndMetrics) -> list[str]:
         f"median {end.kl_quantile(0.5):.4f}, p99 {end.kl_quantile(0.99):.4f}, "
         f"p99.9 {end.kl_quantile(0.999):.4f}, over {end.num_tokens} tokens",
         f"same first token: {100 * end.top1:.2f} +- {100 * end.top1_standard_error:.2f} %",
+        *(
+            [
+                f"ln perplexity: {end.reference_loss:.4f}, the candidate's "
+                f"{end.loss_mean_change:+.4f} +- {end.loss_standard_error:.4f}"
+            ]
+            if math.isfinite(end.loss_mean_change)
+            else []
+        ),
     ]
+
+
+def _about_running(comparison: ModelComparison) -> list[str]:
+    """Say what the blocks lost, and what could not be measured."""
+    lines = []
+    if comparison.blocks:
+        worst = max(comparison.blocks, key=lambda block: block.injected.relative)
+        last = comparison.blocks[-1]
+        lines.append(
+            f"`{worst.path}` adds most to the hidden states, "
+            f"{100 * worst.injected.relative:.3f} %; "
+            f"{100 * last.propagated.relative:.3f} % have gathered after `{last.path}`"
+        )
+    if comparison.unseen:
+        lines.append(f"not exercised, no token reached: {listed(comparison.unseen)}")
+    if comparison.few:
+        lines.append(f"fewer than 32 tokens reached: {listed(comparison.few)}")
+    if comparison.why_whole:
+        lines.append(f"the models were in memory as a whole: {comparison.why_whole}")
+    return lines
 
 
 def show_comparison(comparison: ModelComparison, *, every: bool = False) -> None:
@@ -187,6 +216,8 @@ def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
                 "candidate": row.candidate,
                 "weight": _sums_json(row.weight),
                 "output": _sums_json(row.output),
+                "output_median": row.output_median,
+                "tokens": row.tokens,
                 "weight_limit": row.weight_limit,
                 "output_limit": row.output_limit,
                 "failure": row.failure,
@@ -197,6 +228,18 @@ def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
         "problems": list(comparison.problems),
         "only_in_reference": list(comparison.only_in_reference),
         "only_in_candidate": list(comparison.only_in_candidate),
+        "blocks": [
+            {
+                "block": block.path,
+                "injected": _sums_json(block.injected),
+                "propagated": _sums_json(block.propagated),
+                "injected_median": block.injected_median,
+                "propagated_median": block.propagated_median,
+            }
+            for block in comparison.blocks
+        ],
+        "unseen": list(comparison.unseen),
+        "few_tokens": list(comparison.few),
         "end": None if end is None else _end_json(end),
     }
 
@@ -221,4 +264,11 @@ def _end_json(end: EndMetrics) -> dict[str, Any]:
         "kl_p999": end.kl_quantile(0.999),
         "top1": end.top1,
         "top1_standard_error": end.top1_standard_error,
+        "ln_perplexity": finite(end.reference_loss),
+        "ln_perplexity_change": finite(end.loss_mean_change),
+        "ln_perplexity_standard_error": finite(end.loss_standard_error),
+        "kl_by_confidence": [
+            {"from": low, "tokens": count, "kl_mean": finite(mean)}
+            for low, count, mean in end.by_confidence()
+        ],
     }

@@ -47,6 +47,8 @@ def test_token_ids(folders, ids):
     done = run(*folders, "--token-ids", ids, "--device", "cpu")
     assert done.exit_code == 0, done.output
     assert "over 6 tokens" in done.stdout
+    assert "ln perplexity: " in done.stdout
+    assert "`model.layers.0` adds most to the hidden states" in done.stdout
 
 
 def test_max_tokens(folders, ids):
@@ -64,8 +66,12 @@ def test_json(folders, ids):
     assert 0 < rows["model.layers.0.mlp.up_proj"]["output"]["relative_error"] < 1
     assert set(content["end"]) == {
         *("num_tokens", "kl_mean", "kl_standard_error", "kl_median", "kl_p99", "kl_p999"),
-        *("top1", "top1_standard_error"),
+        *("top1", "top1_standard_error", "kl_by_confidence"),
+        *("ln_perplexity", "ln_perplexity_change", "ln_perplexity_standard_error"),
     }
+    assert sum(part["tokens"] for part in content["end"]["kl_by_confidence"]) == 6
+    assert [block["block"] for block in content["blocks"]] == ["model.layers.0"]
+    assert content["blocks"][0]["injected"] == content["blocks"][0]["propagated"]
 
 
 def test_markdown(folders):
