@@ -142,6 +142,7 @@ def _attention_noted(model: nn.Module, record: Recording) -> Iterator[None]:
             config._attn_implementation_internal = _RECORDING
         yield
     finally:
+        AttentionInterface.register(_RECORDING, attention_forward)  # lets go of the record
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
 

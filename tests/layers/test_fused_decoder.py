@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -116,6 +118,15 @@ def test_a_layer_that_computes_something_else_is_found(kernel_device: torch.devi
 
     layer.forward = scaled
     assert "layer 1" in str(fused_decoder(model))
+
+
+def test_nothing_keeps_a_model_alive(kernel_device: torch.device) -> None:
+    model = build("llama", kernel_device, num_hidden_layers=1)
+    kept = weakref.ref(model.model.layers[0].mlp)
+    decoder_of(model)
+    del model
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_cpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
