@@ -1,0 +1,63 @@
+"""Launch settings of weights that are unpacked in registers: what rule and offers keep to."""
+
+import pytest
+import torch
+
+from quantload.runtime.kernels.pairs_settings import fits, hopper_candidates, hopper_rule
+
+SHARED, PROCESSORS = 232_448, 132
+SHAPES = ((16, 64), (4096, 1024), (6144, 4096), (4096, 14336), (57344, 8192), (128256, 4100))
+
+
+@pytest.mark.parametrize("x_bytes", [1, 2])
+@pytest.mark.parametrize("columns", [16, 32, 64, 128])
+def test_the_rule_fits_every_shape(columns, x_bytes):
+    for n, k in SHAPES:
+        for m in (1, 2, 16, 33, 64, 65, 200, 600):
+            found = hopper_rule(m, n, k, columns, PROCESSORS, SHARED, x_bytes)
+            assert fits(found, columns, SHARED, x_bytes), (m, n, k, found)
+            assert 1 <= found["splits"] <= max(1, -(-k // (2 * columns))), (m, n, k, found)
+            assert found["columns"] <= columns
+            assert columns % found["columns"] == 0
+            assert found["rows"] % (16 * found["warps"]) == 0  # a warp of wgmma has 16 rows
+            assert found["tokens"] >= min(m, 64)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 256])
+def test_offers_fit_and_differ(m):
+    offers = list(hopper_candidates(m, 6144, 4096, 128, 2))
+    assert len(offers) > 10
+    assert len({tuple(sorted(offer.items())) for offer in offers}) == len(offers)
+    assert all(fits(offer, 128, SHARED, 2) for offer in offers)
+
+
+def test_columns_of_a_slice():
+    from quantload.runtime.kernels.byte_layout import slice_columns as of_bytes
+    from quantload.runtime.kernels.nibble_rounded_layout import slice_columns as of_nibbles
+
+    assert [of_bytes(4096, group) for group in (0, 256, 128, 64, 96, 16)] == [
+        128,
+        128,
+        64,
+        64,
+        32,
+        16,
+    ]
+    assert [of_nibbles(4096, group) for group in (0, 128, 64, 96)] == [128, 128, 64, 32]
+    assert of_bytes(4224, 0) == of_nibbles(4224, 0) == 64  # padded less than with 128
+
+
+def test_settings_of_another_card_do_not_serve():
+    """What was measured for a wider ring than a card holds leaves the choice to the rule."""
+    from quantload.runtime import launch_settings
+    from quantload.runtime.kernels import byte_settings
+
+    large = {"rows": 128, "tokens": 128, "warps": 8, "stages": 8, "splits": 1, "step": 64}
+    with launch_settings.trying("byte int channel", large):
+        device = torch.device("cpu")
+        found = byte_settings.settings_for("int", False, device, 100, 512, 1024, 64)
+        assert dict(found) == large  # of the interpreter, which holds anything
+        small = dict(large, step=128)
+    with launch_settings.trying("byte int channel", small):
+        found = byte_settings.settings_for("int", False, device, 100, 512, 1024, 64)
+        assert found["step"] == 64
