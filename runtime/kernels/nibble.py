@@ -278,7 +278,8 @@ def _stream(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, ou
     blocks, _, columns = weight.words.shape
     early = plan.early and launches_early(x.device)
     programs = min(triton.cdiv(n, plan.rows), plan.splits * card_of(x.device).processors)
-    few = 1 if m == 1 else max(8, triton.next_power_of_2(m))
+    # one row of inputs needs eight blocks: the copy engine swizzles over eight rows
+    few = 1 if m == 1 and plan.unroll >= 8 else max(8, triton.next_power_of_2(m))
     tile = [plan.unroll, plan.rows]
     parts = (weight.scale, weight.zero)
     scale, zero = (None if part is None else kernel.described_groups(part, tile) for part in parts)
