@@ -58,6 +58,7 @@ _WIDEST = 256
 _ROWS = 16  # fewest rows and columns of a matrix product
 _SUMMED = 4096  # partial results that a program holds while it adds up, elements
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_SETTINGS = ("splits", "block", "warps", "stages", "least")
 _TILES = (  # keys of a block, warps, blocks in flight
     (32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 3), (64, 8, 3), (64, 4, 2), (128, 4, 3),
 )  # fmt: skip
@@ -135,7 +136,8 @@ def decode_attention(
             before this one has ended, so no kernel that starts dependents early may write it.
         locks: [B * KV] or more int32 zeros; zeros again afterwards.
         scales: Multipliers of the codes of keys and values.
-        settings: splits, block, warps, stages; None takes the kernel's rule.
+        settings: splits, block, warps, stages and, 1 without, least blocks of a split; None takes
+            the kernel's rule.
         ahead: Weight of the next product, fetched into the cache meanwhile.
 
     Returns:
@@ -149,7 +151,7 @@ def decode_attention(
         None if rule.k_norm is None else rule.k_norm.weight, norm.eps, norm.late, norm.offset,
         rule.sinks, ahead, [rule.heads, rule.kv_heads, rule.width, rule.window],
         [rule.scale, rule.softcap, *scales], rule.interleaved,
-        [chosen["splits"], chosen["block"], chosen["warps"], chosen["stages"]],
+        [({"least": 1} | dict(chosen))[name] for name in _SETTINGS],
     )  # fmt: skip
     return out
 
@@ -191,7 +193,7 @@ def _attention(
     sizes: list[int], factors: list[float], interleaved: bool, settings: list[int],
 ) -> Tensor:  # fmt: skip
     heads, kv_heads, width, window = sizes
-    splits, block, warps, stages = settings
+    splits, block, warps, stages, least = settings
     out = torch.empty(len(q), heads * width, dtype=q.dtype, device=q.device)
     if not len(q):
         return out
@@ -211,7 +213,7 @@ def _attention(
             q if sinks is None else sinks, out, part, part[pieces * group * width :],
             next_up.start if next_up else q, next_up.pieces if next_up else 0, pieces,
             q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
-            kv_heads, window, eps, *factors,
+            kv_heads, window, least, eps, *factors,
             G=group, D=width, R=cos.shape[1], FILLED=filled, ROWS=max(filled, _ROWS),
             COLUMNS=columns, SPLITS=splits, BLOCK=block, STAGES=stages,
             SUMMED=max(1, min(splits, _SUMMED // (filled * columns))),
@@ -230,12 +232,12 @@ def _(q, k, v, cos, sin, keys, values, positions, locks, *rest):
     return q.new_empty(len(q), sizes[0] * sizes[2])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["least"])
 def _decode_attention_kernel(
     q, k, v, cos, sin, keys, values, positions, locks, q_weight, k_weight, sinks, out,
     part, stats, ahead, ahead_pieces, programs,
     q_stride, k_stride, v_stride, row_stride, head_stride, place_stride,
-    kv_heads, window, eps, scale, softcap, k_scale, v_scale,
+    kv_heads, window, least, eps, scale, softcap, k_scale, v_scale,
     G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, FILLED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     SUMMED: tl.constexpr, NORM: tl.constexpr, LATE: tl.constexpr, OFFSET: tl.constexpr,
@@ -253,7 +255,8 @@ def _decode_attention_kernel(
     # neither a length nor what the cache holds of earlier steps is an earlier kernel's result
     now = tl.load(positions + b).to(tl.int32)
     first = tl.maximum(now - window + 1, 0) if WINDOW else now * 0
-    size = (now - first + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK  # keys of a split
+    size = (now - first + SPLITS * BLOCK - 1) // (SPLITS * BLOCK)
+    size = tl.maximum(size, least) * BLOCK  # keys of a split
     active = tl.maximum((now - first + size - 1) // tl.maximum(size, 1), 1)
     busy = busy & (split < active)
     low = first + split * size

@@ -151,6 +151,8 @@ def test_the_same_result_whatever_the_settings_and_twice(kernel_device: torch.de
     first = case.run(**settings)
     assert torch.equal(first, case.run(**settings))
     torch.testing.assert_close(first, case.run(), rtol=2e-5, atol=2e-5)
+    larger = case.run(**settings, least=2)
+    torch.testing.assert_close(first, larger, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in the interpreter
