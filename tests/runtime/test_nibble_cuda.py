@@ -52,6 +52,44 @@ def test_any_number_of_tokens(case, dtype):
     torch.testing.assert_close(values, weight.dequantize(torch.float32), rtol=2e-2, atol=1e-6)
 
 
+PLANS = {
+    "decode, parts of K": (5, {"rows": 32, "tokens": 8, "splits": 3, "warps": 2}),
+    "decode, copy engine": (13, {"rows": 64, "tokens": 16, "tma": 1}),
+    "gemv": (2, {"path": 3, "rows": 8, "unroll": 4}),
+    "parallel": (16, {"path": 4, "rows": 32, "tokens": 16, "unroll": 4}),
+    "mid": (70, {"path": 1, "rows": 128, "tokens": 64, "splits": 2, "after": 0, "stages": 4}),
+    "overlap": (
+        200, {"path": 5, "rows": 128, "tokens": 128, "warps": 8, "stages": 2, "step": 64, "swizzle": 8},
+    ),
+    "overlap, wide": (
+        300, {"path": 5, "rows": 128, "tokens": 256, "warps": 8, "stages": 3, "swizzle": 8},
+    ),
+    "stream, one token": (1, {"path": 6, "rows": 16, "unroll": 8, "warps": 8, "stages": 3}),
+    "stream": (7, {"path": 6, "rows": 32, "unroll": 8, "warps": 8, "stages": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "case", ["int4-g128", "int4-g128-zero", "mxfp4", "nvfp4", "int4-channel", "int4-g64"]
+)
+def test_every_kernel(case, plan):
+    from quantload.runtime.kernels.nibble import run
+    from quantload.runtime.kernels.nibble_plan import Plan, fitted
+    from quantload.runtime.kernels.nibble_weight import pack
+
+    m, settings = PLANS[plan]
+    if torch.cuda.get_device_capability()[0] < 9 and settings.get("path") in (1, 5, 6):
+        pytest.skip("needs the copy engine")
+    weight = make_weight(CASES[case], 4416, 2048).to(CUDA)
+    part = pack(weight, dtype=BF16, device=CUDA)
+    x = inputs(m, 2048, BF16)
+    planned = fitted(Plan.from_settings(settings), part)
+    y = run(x, part, None, planned)
+    assert worst(y, x, weight) <= 1
+    assert torch.equal(run(x, part, None, planned), y)
+
+
 @pytest.mark.parametrize("shape", [(1, 64), (3, 100), (17, 4096), (4097, 256), (1000, 7)])
 @pytest.mark.parametrize("case", ["int4-g128", "int4-channel", "mxfp4", "nvfp4"])
 def test_ragged_shapes(case, shape):
