@@ -58,12 +58,8 @@ PLANS = {
     "gemv": (2, {"path": 3, "rows": 8, "unroll": 4}),
     "parallel": (16, {"path": 4, "rows": 32, "tokens": 16, "unroll": 4}),
     "mid": (70, {"path": 1, "rows": 128, "tokens": 64, "splits": 2, "after": 0, "stages": 4}),
-    "overlap": (
-        200, {"path": 5, "rows": 128, "tokens": 128, "warps": 8, "stages": 2, "step": 64, "swizzle": 8},
-    ),
-    "overlap, wide": (
-        300, {"path": 5, "rows": 128, "tokens": 256, "warps": 8, "stages": 3, "swizzle": 8},
-    ),
+    "overlap": (200, {"path": 5, "rows": 128, "tokens": 128, "warps": 8, "stages": 2, "step": 64}),
+    "overlap, wide": (300, {"path": 5, "rows": 128, "tokens": 256, "warps": 8, "swizzle": 8}),
     "stream, one token": (1, {"path": 6, "rows": 16, "unroll": 8, "warps": 8, "stages": 3}),
     "stream": (7, {"path": 6, "rows": 32, "unroll": 8, "warps": 8, "stages": 2}),
 }  # fmt: skip
