@@ -58,9 +58,8 @@ def prepare(device: torch.device) -> None:
     """Make the counters of a device; outside of any capture, before the first `split_locks`."""
     if device.type != "cuda":
         return
-    device = torch.device(
-        "cuda", torch.cuda.current_device() if device.index is None else device.index
-    )
+    index: int | None = device.index
+    device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
     if device not in _arenas:
         _arenas[device] = _Arena(device)
         torch.cuda.synchronize(device)  # cleared before any other stream counts
