@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from quantload.layers.meta_forward import run_mixed, run_on_meta
 from quantload.layers.meta_model import TransformersModel, dummy_inputs, without_attention
+from quantload.layers.quick_meta import QuickMeta
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ def probe(model: TransformersModel, watch: Callable[[], AbstractContextManager[T
     """
     first: Exception | None = None
     for masks, run in _WAYS:
-        with watch() as seen, without_attention(model, masks=masks):
+        with QuickMeta(), watch() as seen, without_attention(model, masks=masks):  # type: ignore[no-untyped-call]
             try:
                 run(model, {**dummy_inputs(model), "use_cache": False})
             except Exception as error:  # noqa: BLE001 - model code raises anything

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quantload.layers.meta_forward import run_mixed, run_on_meta
 from quantload.layers.meta_model import TransformersModel, dummy_inputs, without_attention
+from quantload.layers.quick_meta import QuickMeta
 from quantload.mappers.facts import groups_from_names
 
 Group = tuple[str, ...]
@@ -149,7 +150,8 @@ def _record(model: TransformersModel, linears: dict[str, nn.Module]) -> tuple[_R
     for masks, run in ((False, run_on_meta), (True, run_mixed), (False, run_mixed)):
         recording = _Recording()
         try:
-            with _Hooks(model, linears, recording), without_attention(model, masks=masks):
+            hooks, quick = _Hooks(model, linears, recording), QuickMeta()  # type: ignore[no-untyped-call]
+            with quick, hooks, without_attention(model, masks=masks):
                 run(model, {**dummy_inputs(model), "use_cache": False})
         except Exception as error:  # noqa: BLE001 - model code raises anything
             if not failure or len(recording.calls) > len(best.calls):
