@@ -13,9 +13,9 @@ kernel's rule where it was not beaten. Two tables are looked at: `tuned/NVIDIA_H
 package, and one of the same name in the user's cache folder, which `quantload tune` writes and
 which wins, entry by entry.
 
-The settings of the fewest measured tokens that hold the asked-for ones serve, unless they are more
-than eight times as many. What was not measured has no settings, and the kernel's rule decides: so
-an unknown card or shape is slower at worst.
+The settings of the fewest measured tokens that hold the asked-for ones serve, if they are at most
+twice as many, or at most 8, the least that a tensor core takes at once. What was not measured has
+no settings, and the kernel's rule decides: so an unknown card or shape is slower at worst.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 Settings = Mapping[str, int]
 _ByTokens = dict[str, dict[str, dict[int, Any]]]  # kernel -> NxK -> tokens -> settings or us
-_FEWER = 8  # settings for this many times the tokens still serve
+_AT_ONCE = 8  # tokens: a product of fewer is as large
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ def _damaged(where: str, message: str) -> ConfigError:
 def _find(kernel: str, card: str, m: int, n: int, k: int) -> Settings | None:
     measured = _table(card).kernels.get(kernel, {}).get(f"{n}x{k}", {})
     bucket = min((tokens for tokens in measured if tokens >= m), default=None)
-    if bucket is None or bucket > _FEWER * max(1, m):
+    if bucket is None or bucket > max(2 * m, _AT_ONCE):
         return None
     return dict(measured[bucket])
 

@@ -38,9 +38,10 @@ def find(m, n=64, k=128, kernel="some kernel"):
 
 
 def test_the_fewest_measured_tokens_that_hold_the_asked_for_ones_serve(own_table):
-    own_table.write_text(table({"4": {"rows": 4}, "16": {"rows": 16}, "256": {"rows": 256}}))
-    assert [find(m)["rows"] for m in (1, 3, 4, 5, 16, 32, 256)] == [4, 4, 4, 16, 16, 256, 256]
+    own_table.write_text(table({"8": {"rows": 8}, "16": {"rows": 16}, "256": {"rows": 256}}))
+    assert [find(m)["rows"] for m in (1, 3, 8, 9, 16, 128, 256)] == [8, 8, 8, 16, 16, 256, 256]
     assert find(17) is None, "settings for 256 tokens say nothing about 17"
+    assert find(127) is None
     assert find(257) is None
     assert find(4, n=65) is None
     assert find(4, kernel="another") is None
