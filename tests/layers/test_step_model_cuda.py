@@ -12,7 +12,7 @@ from quantload.runtime.generate import Decoder, Rules
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 CAPTURED = {
-    **dict.fromkeys(("llama", "qwen3", "gemma3_text", "mamba2", "phi3", "gpt2"), {}),
+    **{name: {} for name in ("llama", "qwen3", "gemma3_text", "mamba2", "phi3", "gpt2")},
     "deepseek_v3": {"first_k_dense_replace": 99},  # its experts in float32 wait for the device
 }
 NEW = 24
