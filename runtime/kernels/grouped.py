@@ -206,8 +206,7 @@ def _multiply(
     BN: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr, SLOTS: tl.constexpr,
     KIND: tl.constexpr, GROUPS: tl.constexpr, AFTER: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, LIMITED: tl.constexpr,
-    ONCE: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Write the results of the pairs [BM] of a block for TILES tiles of rows of its expert."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -232,14 +231,14 @@ def _multiply(
         rows = tl.minimum(here + n, N - 1)
         if PARTS == 1:
             words_at = words + step * N * C + rows[:, None] * C + c[None, :]
-            packed = tl.load(words_at, eviction_policy="evict_first" if ONCE else "")
+            packed = tl.load(words_at, eviction_policy="evict_first")
             k = step * (SLOTS * C) + c[:, None]
         else:
             b = step * PARTS + part
             words_at = words + (b * N)[:, None, None] * C + rows[None, :, None] * C
             packed = tl.load(
                 words_at + c[None, None, :], mask=(b < B)[:, None, None], other=0,
-                eviction_policy="evict_first" if ONCE else "",
+                eviction_policy="evict_first",
             )  # fmt: skip
             k = (b * (SLOTS * C))[:, None, None] + c[None, :, None]
         inputs = input_slices(x_at + step * (PARTS * SLOTS * C), mask, k, K, C, SLOTS, EVEN)
@@ -292,8 +291,8 @@ def grouped_kernel(
     BN: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, SP: tl.constexpr, FORM: tl.constexpr,
     SLOTS: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, AFTER: tl.constexpr,
     EVEN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr,
-    LIMITED: tl.constexpr, EARLY: tl.constexpr, BEFORE: tl.constexpr, ONCE: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    LIMITED: tl.constexpr, EARLY: tl.constexpr, BEFORE: tl.constexpr, HALF: tl.constexpr,
+    PARTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Write out [S, width].
@@ -301,10 +300,9 @@ def grouped_kernel(
     SP pairs are looked through by a program to find its own, 0 if `route` did. SLOTS (4 or 2) codes
     are in a word. GROUPS is 4 if the slices of a block share a scale, 2 or 1 if there are two or
     four groups. AFTER: scales meet sums; else values, rounded to their dtype. EVEN: K is whole
-    steps. BEFORE: routing and first weights are read before the input is there. ONCE: most weights
-    are read once. HALF: blocks of at most BM / 2 pairs have code of their own. PARTS blocks of
-    slices are multiplied in a step, each by a warp of its own: a product of three axes. A program
-    ends TILES tiles of rows, in one loop.
+    steps. BEFORE: routing and first weights are read before the input is there. HALF: blocks of at
+    most BM / 2 pairs have code of their own. PARTS blocks of slices are multiplied in a step, each
+    by a warp of its own: a product of three axes. A program ends TILES tiles of rows, in one loop.
     """
     if not BEFORE:
         wait_for_previous(EARLY)
@@ -339,7 +337,7 @@ def grouped_kernel(
             N, K, B, stride_x, width, rows_per_input, blocks_per_group,
             alpha, gate_limit, act_limit, up_limit, shift,
             BN, BM // 2, C, FORM, SLOTS, KIND, GROUPS, AFTER, EVEN, GATED, ACT, ROWS, LIMITED,
-            ONCE, PARTS, TILES, STAGES, INTERPRETED,
+            PARTS, TILES, STAGES, INTERPRETED,
         )  # fmt: skip
     else:
         _multiply(
@@ -347,5 +345,5 @@ def grouped_kernel(
             N, K, B, stride_x, width, rows_per_input, blocks_per_group,
             alpha, gate_limit, act_limit, up_limit, shift,
             BN, BM, C, FORM, SLOTS, KIND, GROUPS, AFTER, EVEN, GATED, ACT, ROWS, LIMITED,
-            ONCE, PARTS, TILES, STAGES, INTERPRETED,
+            PARTS, TILES, STAGES, INTERPRETED,
         )  # fmt: skip

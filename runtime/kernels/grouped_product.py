@@ -24,7 +24,7 @@ _SETTINGS = ("block", "rows", "warps", "stages", "after", "parts", "tiles", "hal
 _DEFAULTS = {"half": 0}  # of the others 1
 _UNIT = 64  # columns of a slice that make a step worth its costs
 _SHARED_BYTES = 220_000
-_DIRECT_PAIRS = 256  # up to here each program finds its own pairs
+_DIRECT_PAIRS = 64  # up to here each program finds its own pairs
 _PARTIAL_PAIRS = 4096  # up to here results of pairs stay in float32 until they are summed
 
 
@@ -87,24 +87,24 @@ def setting_name(weight: GroupedWeight) -> str:
 
 def _block(pairs: int, experts: int) -> int:
     """Return BM: enough for the pairs of most experts, if they are spread evenly."""
+    if pairs <= _DIRECT_PAIRS:
+        return 8
     each = pairs / max(1, min(pairs, experts))
-    return next(
-        (block for block, most in ((8, 5), (16, 20), (32, 40), (64, 160)) if each <= most), 128
-    )
+    limits = ((8, 3), (16, 10), (32, 24), (64, 100))
+    return next((block for block, most in limits if each <= most), 128)
 
 
 def _rule(block: int, pairs: int) -> dict[str, int]:
-    if block <= 16 and pairs <= 64:
-        return {"rows": 32, "warps": 4, "stages": 3, "parts": 4}
+    """Return the settings for blocks of `block` pairs that were the best on an H200."""
+    if pairs <= _DIRECT_PAIRS // 2:
+        return {"rows": 32, "warps": 2, "stages": 3, "parts": 2}
     if block <= 16:
-        return {"rows": 64, "warps": 2, "stages": 3}
+        return {"rows": 64, "warps": 2, "stages": 3, "half": 1}
     if block == 32:
-        return {"rows": 128, "warps": 8, "stages": 3}
-    return (
-        {"rows": 64, "warps": 4, "stages": 2}
-        if block == 64
-        else {"rows": 128, "warps": 8, "stages": 2}
-    )
+        return {"rows": 128, "warps": 8, "stages": 3, "half": 1}
+    if block == 64:
+        return {"rows": 64, "warps": 4, "stages": 2, "half": 1}
+    return {"rows": 128, "warps": 8, "stages": 2, "half": 1, "after": 0}
 
 
 def candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
@@ -220,7 +220,7 @@ def _product(
             SLOTS=slots, KIND=kind, GROUPS=groups,
             AFTER=bool(after), EVEN=x.shape[1] == steps * step and steps % parts == 0,
             GATED=rows != "plain" and act != "none", ACT=act, ROWS=rows, LIMITED=is_limited,
-            EARLY=early, BEFORE=routed_before, ONCE=pairs <= experts * 2,
+            EARLY=early, BEFORE=routed_before,
             HALF=bool(half) and blocks is not None and block > 8, PARTS=parts,
             TILES=tiles, STAGES=stages,
             INTERPRETED=_INTERPRETED, num_warps=warps, **({"launch_pdl": True} if early else {}),

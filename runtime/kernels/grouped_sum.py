@@ -27,8 +27,9 @@ from quantload.runtime.kernels.route import weighted_sum
 __all__ = ["candidates", "grouped_sum", "kernel_names"]
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-_FEW_PAIRS = 32  # above, experts that tokens share are read too often
+_FEW_PAIRS = 16  # above, experts that tokens share are read too often
 _MOST_CHOICES = 8  # a warp for each
+_RULE = {"rows": 16, "stages": 4}
 _UNIT = 64  # columns of a slice that make a step worth its costs
 
 
@@ -83,7 +84,7 @@ def grouped_sum(
         )
     n, k = weight.out_features, weight.in_features
     name = f"{setting_name(weight)}, summed"
-    settings = launch_settings.find(name, x.device, m=pairs, n=n, k=k) or {"rows": 16, "stages": 4}
+    settings = launch_settings.find(name, x.device, m=pairs, n=n, k=k) or _RULE
     found: Tensor = _sum(
         x, weight.words, weight.scale, weight.zero, weight.outer, weight.bias, weight.table,
         routing.index, weights, weight.out_features, routing.first,
