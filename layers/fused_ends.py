@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quantload.layers.fused_layer import Flow, weight_of
+from quantload.layers.fused_layer import Flow
 from quantload.layers.fused_recognition import Unfit, norm_formula, norm_weight
 from quantload.layers.fused_recording import Call, Recording
 
@@ -53,8 +53,7 @@ class Ends:
         """Return logits [B, V]."""
         from quantload.runtime.kernels.add_norm import add_norm
 
-        ahead = weight_of(self.head)
-        x = add_norm(flow.hidden, flow.delta, self.norm, post=flow.post, ahead=ahead)[1]
+        x = add_norm(flow.hidden, flow.delta, self.norm, post=flow.post)[1]
         assert isinstance(x, Tensor), "no codes were asked for"
         return self.logits(x)
 

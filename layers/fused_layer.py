@@ -6,10 +6,10 @@
     hidden, x = hidden + output(a), norm(...)
     delta     = down(act(gate(x)) * up(x))                  or any other module that maps rows
 
-The sum behind the MLP is left to the next layer, whose first norm reads it. Each small kernel
-fetches weights of the product behind it, and quantizes what it hands on where that product wants
-codes. Layers of transformers models are taken apart into this by
-`fused_recognition.py`, and held against their own forward by `fused_proof.py`.
+The sum behind the MLP is left to the next layer, whose first norm reads it. A norm or gated unit
+quantizes what it hands on where the product behind it wants codes. Layers of transformers models
+are taken apart into this by `fused_recognition.py`, and held against their own forward by
+`fused_proof.py`.
 
 Letters: B rows, H width of the model.
 """
@@ -125,10 +125,10 @@ class GatedMlp:
         gate, up = self._factors(x)
         down = self.module._modules[self.formula.down]
         assert down is not None, "a recognised unit has its layers"
-        scheme, act, ahead = codes_for(down), self.formula.known, weight_of(down)
+        scheme, act = codes_for(down), self.formula.known
         if scheme is None or gate.shape[-1] > WIDEST:
-            return multiply(down, glu(gate, up, act, ahead=ahead))
-        return multiply(down, glu_codes(gate, up, act, scheme, ahead=ahead))
+            return multiply(down, glu(gate, up, act))
+        return multiply(down, glu_codes(gate, up, act, scheme))
 
     def _factors(self, x: Tensor | Codes) -> tuple[Tensor, Tensor]:
         """Return gate and up [B, I]."""
@@ -180,11 +180,6 @@ class OwnMlp:
         return result.reshape(x.shape)  # type: ignore[no-any-return]
 
     @property
-    def first(self) -> nn.Module | None:
-        """Nothing is known of what reads x first."""
-        return None
-
-    @property
     def codes(self) -> InputScheme | None:
         """It takes x as it is."""
         return None
@@ -226,14 +221,12 @@ class FusedLayer:
         from quantload.runtime.kernels.add_norm import add_norm
         from quantload.runtime.kernels.decode_attention import decode_attention
 
-        ahead = weight_of(self.projection.members[0])
         hidden, x = add_norm(
             flow.hidden,
             flow.delta,
             self.before_heads,
             post=flow.post,
             codes=self.projection.codes if self.before_heads else None,
-            ahead=ahead,
         )
         q, k, v = self.projection(x)
         attended = decode_attention(
@@ -246,7 +239,6 @@ class FusedLayer:
             positions=positions,
             locks=kept.locks,
             scales=kept.scales,
-            ahead=weight_of(self.output),
         )
         return add_norm(
             hidden,
@@ -254,7 +246,6 @@ class FusedLayer:
             self.before_mlp,
             post=self.after_heads,
             codes=self.mlp.codes if self.before_mlp else None,
-            ahead=weight_of(self.mlp.first),
         )
 
 
@@ -283,15 +274,6 @@ def multiply(module: nn.Module, x: Tensor | Codes) -> Tensor:
     return y
 
 
-def weight_of(module: nn.Module | None) -> Tensor | None:
-    """Return the largest tensor of what multiplies in a linear layer: its codes, or its weight."""
-    if module is None or (isinstance(module, LinearStack) and module.separate is not None):
-        return None
-    gemm = getattr(module, "gemm", module)
-    tensors = [*gemm.parameters(), *gemm.buffers()]
-    return max(tensors, key=lambda t: t.numel() * t.element_size(), default=None)
-
-
 __all__ = [
     "Flow",
     "FusedLayer",
@@ -301,5 +283,4 @@ __all__ = [
     "Projection",
     "codes_for",
     "multiply",
-    "weight_of",
 ]

@@ -10,8 +10,7 @@ of `quantize_rows` for it, bit for bit.
 Every norm takes its mean of squares in float32, in another order than torch: its last bit may
 differ.
 
-Grid: one program for each row, and some that fetch the weights of the next product
-(`dependent_launch.py`). Masked: columns past the width. Limit: latency.
+Grid: one program for each row. Masked: columns past the width. Limit: latency.
 
 Letters: M rows, H width.
 """
@@ -28,12 +27,9 @@ from torch import Tensor
 from quantload.quant.scheme import InputScheme
 from quantload.runtime.kernels.dependent_launch import (
     SUM,
-    Ahead,
-    ahead_of,
-    fetch_ahead,
     launches_early,
-    let_product_start,
-    wait_for_product,
+    let_next_start,
+    wait_for_previous,
 )
 from quantload.runtime.kernels.quantize import E4M3_GRID, INT8_GRID, group_codes, row_codes
 
@@ -116,7 +112,6 @@ def add_norm(
     *,
     post: NormWeight | None = None,
     codes: InputScheme | None = None,
-    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | Codes]:
     """Return hidden + delta, and its norm.
 
@@ -126,7 +121,6 @@ def add_norm(
         norm: Norm of the sum; None has none, and the second result is the sum itself.
         post: Norm of `delta` before it is added.
         codes: Hand the norm on quantized so; `writes_codes` is true for it.
-        ahead: Weight of the next product, fetched into the cache meanwhile.
 
     Returns:
         The sum and its norm, [M, H] each.
@@ -138,7 +132,7 @@ def add_norm(
     first, last = norm or _NONE, post or _NONE
     total, normed, scales = _add_norm(
         hidden, delta, first.weight, first.eps, first.late, first.offset,
-        last.weight, last.eps, last.late, last.offset, form_of(codes), ahead,
+        last.weight, last.eps, last.late, last.offset, form_of(codes),
     )  # fmt: skip
     total = hidden if delta is None else total
     if codes is not None:
@@ -162,7 +156,7 @@ def _add_norm(
     hidden: Tensor, delta: Tensor | None,
     weight: Tensor | None, eps: float, late: bool, offset: bool,
     post: Tensor | None, post_eps: float, post_late: bool, post_offset: bool,
-    form: list[int], ahead: Tensor | None,
+    form: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     results = _empty_results(hidden, delta, weight, form)
     rows, width = hidden.shape
@@ -172,29 +166,28 @@ def _add_norm(
     delta = delta if delta is None or delta.stride(1) == 1 else delta.contiguous()
     block = triton.next_power_of_2(width)
     warps = min(max(block // 256, 1), 16)
-    early, next_up = launches_early(hidden.device), ahead_of(ahead, hidden.device, warps)
+    early = launches_early(hidden.device)
     with torch.cuda.device_of(hidden):
         _launch(
-            hidden, delta, weight, post, results, next_up, early, block, warps,
+            hidden, delta, weight, post, results, early, block, warps,
             (eps, post_eps), (late, offset, post_late, post_offset), form,
         )  # fmt: skip
     return results
 
 
 def _launch(
-    hidden, delta, weight, post, results, next_up: Ahead | None, early, block, warps,
+    hidden, delta, weight, post, results, early, block, warps,
     eps, kind, form,
 ) -> None:  # fmt: skip
     rows, width = hidden.shape
-    programs = next_up.programs if next_up else 0
-    _add_norm_kernel[(rows + programs,)](
+    _add_norm_kernel[(rows,)](
         hidden, hidden if delta is None else delta,
         hidden if weight is None else weight, hidden if post is None else post,
-        *results, next_up.start if next_up else hidden, next_up.pieces if next_up else 0,
-        rows, width, hidden.stride(0), 0 if delta is None else delta.stride(0), *eps,
+        *results,
+        width, hidden.stride(0), 0 if delta is None else delta.stride(0), *eps,
         ADD=delta is not None, NORM=weight is not None, POST=post is not None,
         LATE=kind[0], OFFSET=kind[1], POST_LATE=kind[2], POST_OFFSET=kind[3],
-        AHEAD=next_up is not None, EARLY=early, BLOCK=block, WARPS=warps,
+        EARLY=early, BLOCK=block,
         CODES=bool(form), GRID=grid_of(form), GROUP=form[1] if form else 0,
         num_warps=warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
@@ -214,7 +207,7 @@ def _empty_results(
 
 @_add_norm.register_fake
 def _(hidden, delta, weight, *rest):
-    return _empty_results(hidden, delta, weight, rest[-2])
+    return _empty_results(hidden, delta, weight, rest[-1])
 
 
 @triton.jit
@@ -232,48 +225,45 @@ def normed_row(
 
 @triton.jit
 def store_codes(
-    codes, scales, y, row, is_row, width,
+    codes, scales, y, row, width,
     DTYPE: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Quantize a row [BLOCK], float32 with values of DTYPE and zeros past the width."""
     columns = tl.arange(0, BLOCK)
     if GROUP == 0:
         found, scale = row_codes(tl.reshape(y, (1, BLOCK)), GRID, DTYPE)
-        tl.store(scales + row + tl.arange(0, 1), scale, mask=is_row)
+        tl.store(scales + row + tl.arange(0, 1), scale)
     else:
         groups = tl.arange(0, BLOCK // GROUP)
         tile = tl.reshape(y, (1, BLOCK // GROUP, GROUP))
         found, scale = group_codes(tile, GRID, DTYPE, False)
         scale = tl.reshape(scale, (BLOCK // GROUP,))
         count = width // GROUP
-        tl.store(scales + row * count + groups, scale, mask=(groups < count) & is_row)
+        tl.store(scales + row * count + groups, scale, mask=groups < count)
     found = tl.reshape(found, (BLOCK,)).to(codes.dtype.element_ty, bitcast=True)
-    tl.store(codes + row * width + columns, found, mask=(columns < width) & is_row)
+    tl.store(codes + row * width + columns, found, mask=columns < width)
 
 
 @triton.jit
 def _add_norm_kernel(
-    hidden, delta, weight, post, total, normed, scales, ahead, pieces,
-    rows, width, hidden_stride, delta_stride, eps, post_eps,
+    hidden, delta, weight, post, total, normed, scales,
+    width, hidden_stride, delta_stride, eps, post_eps,
     ADD: tl.constexpr, NORM: tl.constexpr, POST: tl.constexpr,
     LATE: tl.constexpr, OFFSET: tl.constexpr, POST_LATE: tl.constexpr, POST_OFFSET: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK: tl.constexpr,
     CODES: tl.constexpr, GRID: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    let_product_start(EARLY)
+    let_next_start(EARLY)
     columns = tl.arange(0, BLOCK)
-    inside = (columns < width) & (row < rows)
+    inside = columns < width
     w = tl.full((BLOCK,), 0.0, tl.float32)
     late_w = tl.full((BLOCK,), 0.0, tl.float32)
     if NORM:  # weights are nobody's result: read before the wait
         w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if POST:
         late_w = tl.load(post + columns, mask=inside, other=0.0).to(tl.float32)
-    wait_for_product(EARLY)
-    if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
-        if row >= rows:
-            fetch_ahead(ahead, pieces, (row - rows).to(tl.int32), WARPS)
+    wait_for_previous(EARLY)
     stored = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0)
     values = stored.to(tl.float32)
     if ADD:
@@ -286,6 +276,6 @@ def _add_norm_kernel(
     if NORM:
         y = normed_row(values, w, eps, width, stored.dtype, LATE, OFFSET)
         if CODES:
-            store_codes(normed, scales, y, row, row < rows, width, stored.dtype, BLOCK, GRID, GROUP)
+            store_codes(normed, scales, y, row, width, stored.dtype, BLOCK, GRID, GROUP)
         else:
             tl.store(normed + row * width + columns, y.to(stored.dtype), mask=inside)

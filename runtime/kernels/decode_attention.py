@@ -12,8 +12,8 @@ The new token's own key and value are taken from registers, rounded as the cache
 Roundings are those of the model's own code: rotary rounds both products and their sum to x's dtype;
 scores, softmax and sums are float32; weights are rounded to the values' dtype for their product.
 
-Grid: B * KV * SPLITS programs, and some that fetch the weights of the next product. Masked: heads
-past G, columns past D, keys past the length. Limit: memory, at small batches latency.
+Grid: B * KV * SPLITS programs. Masked: heads past G, columns past D, keys past the length. Limit:
+memory, at small batches latency.
 
 Letters: B rows, H query heads, KV key heads, G = H / KV, D head size, R rotary columns, L length.
 
@@ -44,11 +44,9 @@ from quantload.runtime.kernels.dependent_launch import (
     INTERPRETED,
     LARGEST,
     SUM,
-    ahead_of,
-    fetch_ahead,
     launches_early,
-    let_product_start,
-    wait_for_product,
+    let_next_start,
+    wait_for_previous,
 )
 
 __all__ = ["HeadRule", "candidates", "decode_attention", "why_not"]
@@ -121,7 +119,6 @@ def decode_attention(
     locks: Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
     settings: Mapping[str, int] | None = None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """Write k and v of one token a row to the cache and return its attention.
 
@@ -138,7 +135,6 @@ def decode_attention(
         scales: Multipliers of the codes of keys and values.
         settings: splits, block, warps, stages and, 1 without, least blocks of a split; None takes
             the kernel's rule.
-        ahead: Weight of the next product, fetched into the cache meanwhile.
 
     Returns:
         [B, H * D].
@@ -149,7 +145,7 @@ def decode_attention(
         q, k, v, *rotary, *cache, positions, locks,
         None if rule.q_norm is None else rule.q_norm.weight,
         None if rule.k_norm is None else rule.k_norm.weight, norm.eps, norm.late, norm.offset,
-        rule.sinks, ahead, [rule.heads, rule.kv_heads, rule.width, rule.window],
+        rule.sinks, [rule.heads, rule.kv_heads, rule.width, rule.window],
         [rule.scale, rule.softcap, *scales], rule.interleaved,
         [({"least": 1} | dict(chosen))[name] for name in _SETTINGS],
     )  # fmt: skip
@@ -189,7 +185,7 @@ def _processors(device: torch.device) -> int:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
     positions: Tensor, locks: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
-    eps: float, late: bool, offset: bool, sinks: Tensor | None, ahead: Tensor | None,
+    eps: float, late: bool, offset: bool, sinks: Tensor | None,
     sizes: list[int], factors: list[float], interleaved: bool, settings: list[int],
 ) -> Tensor:  # fmt: skip
     heads, kv_heads, width, window = sizes
@@ -202,16 +198,14 @@ def _attention(
     q, k, v = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k, v))
     group, pieces = heads // kv_heads, len(q) * kv_heads * splits
     part = torch.empty(pieces * group * (width + 2) * (splits > 1), device=q.device)
-    early, next_up = launches_early(q.device), ahead_of(ahead, q.device, warps)
-    programs = next_up.programs if next_up else 0
+    early = launches_early(q.device)
     columns = max(triton.next_power_of_2(width), _ROWS)
     filled = triton.next_power_of_2(group)
     with torch.cuda.device_of(q):
-        _decode_attention_kernel[(pieces + programs,)](
+        _decode_attention_kernel[(pieces,)](
             q, k, v, cos, sin, keys, values, positions, locks,
             q if q_weight is None else q_weight, k if k_weight is None else k_weight,
             q if sinks is None else sinks, out, part, part[pieces * group * width :],
-            next_up.start if next_up else q, next_up.pieces if next_up else 0, pieces,
             q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
             kv_heads, window, least, eps, *factors,
             G=group, D=width, R=cos.shape[1], FILLED=filled, ROWS=max(filled, _ROWS),
@@ -220,7 +214,7 @@ def _attention(
             NORM=q_weight is not None, LATE=late, OFFSET=offset, INTERLEAVED=interleaved,
             WINDOW=window > 0, CAPPED=factors[1] > 0, SINKS=sinks is not None,
             CODES=keys.dtype == torch.float8_e4m3fn,
-            AHEAD=next_up is not None, EARLY=early, INTERPRETED=_INTERPRETED, WARPS=warps,
+            EARLY=early, INTERPRETED=_INTERPRETED,
             num_warps=warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return out
@@ -235,7 +229,7 @@ def _(q, k, v, cos, sin, keys, values, positions, locks, *rest):
 @triton.jit(do_not_specialize=["least"])
 def _decode_attention_kernel(
     q, k, v, cos, sin, keys, values, positions, locks, q_weight, k_weight, sinks, out,
-    part, stats, ahead, ahead_pieces, programs,
+    part, stats,
     q_stride, k_stride, v_stride, row_stride, head_stride, place_stride,
     kv_heads, window, least, eps, scale, softcap, k_scale, v_scale,
     G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, FILLED: tl.constexpr, ROWS: tl.constexpr,
@@ -243,14 +237,11 @@ def _decode_attention_kernel(
     SUMMED: tl.constexpr, NORM: tl.constexpr, LATE: tl.constexpr, OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     CODES: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr, WARPS: tl.constexpr,
+    EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    let_product_start(EARLY)
-    # programs that only fetch take the place of the first row, and have no keys
-    busy = program < programs
-    place = tl.where(busy, program, 0)
-    split, pair = place % SPLITS, place // SPLITS
+    let_next_start(EARLY)
+    split, pair = program % SPLITS, program // SPLITS
     b, h = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     # neither a length nor what the cache holds of earlier steps is an earlier kernel's result
     now = tl.load(positions + b).to(tl.int32)
@@ -258,7 +249,7 @@ def _decode_attention_kernel(
     size = (now - first + SPLITS * BLOCK - 1) // (SPLITS * BLOCK)
     size = tl.maximum(size, least) * BLOCK  # keys of a split
     active = tl.maximum((now - first + size - 1) // tl.maximum(size, 1), 1)
-    busy = busy & (split < active)
+    busy = split < active
     low = first + split * size
     high = tl.where(busy, tl.minimum(low + size, now), low)
     d = tl.arange(0, COLUMNS)
@@ -270,10 +261,7 @@ def _decode_attention_kernel(
         size_of = (high - low) * D * BYTES
         fetch_keys(keys + start + low.to(tl.int64) * place_stride, size_of, LINES)
         fetch_keys(values + start + low.to(tl.int64) * place_stride, size_of, LINES)
-    wait_for_product(EARLY)
-    if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
-        if program >= programs:
-            fetch_ahead(ahead, ahead_pieces, program - programs, WARPS)
+    wait_for_previous(EARLY)
 
     cos += now.to(tl.int64) * R
     sin += now.to(tl.int64) * R

@@ -32,11 +32,9 @@ from quantload.runtime.kernels.add_norm import (
     store_codes,
 )
 from quantload.runtime.kernels.dependent_launch import (
-    ahead_of,
-    fetch_ahead,
     launches_early,
-    let_product_start,
-    wait_for_product,
+    let_next_start,
+    wait_for_previous,
 )
 
 __all__ = ["ACTIVATIONS", "WIDEST", "glu", "glu_codes", "is_exact"]
@@ -54,14 +52,13 @@ _TRIED_AT_ONCE = 1 << 22
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
-def glu(gate: Tensor, up: Tensor, activation: str, *, ahead: Tensor | None = None) -> Tensor:
+def glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Return act(gate) * up.
 
     Args:
         gate: [..., I] bfloat16, float16 or float32; rows may be parts of wider ones.
         up: The same shape and dtype.
         activation: A name in `ACTIVATIONS`.
-        ahead: Weight of the next product, fetched into the cache meanwhile.
 
     Returns:
         [..., I], contiguous.
@@ -72,17 +69,14 @@ def glu(gate: Tensor, up: Tensor, activation: str, *, ahead: Tensor | None = Non
     gate, up = (x.reshape(-1, width) for x in (gate, up))  # slices of one product stay views
     gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
     tokens, early = gate.shape[0], launches_early(gate.device)
-    next_up = ahead_of(ahead, gate.device, _WARPS)
     blocks = triton.cdiv(width, _BLOCK)
-    more = triton.cdiv(next_up.programs, blocks) if next_up else 0
     with torch.cuda.device_of(gate):
         if out.numel():
             # tokens along the axis of the grid that may be long
-            _glu_kernel[(tokens + more, blocks)](
-                gate, up, out, next_up.start if next_up else gate,
-                next_up.pieces if next_up else 0, tokens, width, gate.stride(0), up.stride(0),
-                ACT=activation, BLOCK=_BLOCK, INTERPRETED=_INTERPRETED, AHEAD=next_up is not None,
-                EARLY=early, WARPS=_WARPS, num_warps=_WARPS,
+            _glu_kernel[(tokens, blocks)](
+                gate, up, out, width, gate.stride(0), up.stride(0),
+                ACT=activation, BLOCK=_BLOCK, INTERPRETED=_INTERPRETED, EARLY=early,
+                num_warps=_WARPS,
                 **({"launch_pdl": True} if early else {}),
             )  # fmt: skip
     return out
@@ -93,8 +87,6 @@ def glu_codes(
     up: Tensor,
     activation: str,
     scheme: InputScheme,
-    *,
-    ahead: Tensor | None = None,
 ) -> Codes:
     """Return act(gate) * up, quantized: codes and scales as `quantize_rows` makes them.
 
@@ -105,36 +97,31 @@ def glu_codes(
         up: The same shape and dtype.
         activation: A name in `ACTIVATIONS`.
         scheme: `writes_codes` is true for it.
-        ahead: Weight of the next product, fetched into the cache meanwhile.
     """
     gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
-    return Codes(*_glu_codes(gate, up, activation, form_of(scheme), ahead))
+    return Codes(*_glu_codes(gate, up, activation, form_of(scheme)))
 
 
 @torch.library.custom_op("quantload::glu_codes", mutates_args=())
-def _glu_codes(
-    gate: Tensor, up: Tensor, activation: str, form: list[int], ahead: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _glu_codes(gate: Tensor, up: Tensor, activation: str, form: list[int]) -> tuple[Tensor, Tensor]:
     tokens, width = gate.shape
     codes, scales = room_for_codes(gate, tokens, width, form)
     block, early = triton.next_power_of_2(width), launches_early(gate.device)
     assert block <= WIDEST, f"rows of {width}"
     warps = min(max(block // 512, 1), 32)
-    next_up = ahead_of(ahead, gate.device, warps)
     with torch.cuda.device_of(gate):
         if codes.numel():
-            _glu_codes_kernel[(tokens + (next_up.programs if next_up else 0),)](
-                gate, up, codes, scales, next_up.start if next_up else gate,
-                next_up.pieces if next_up else 0, tokens, width, gate.stride(0), up.stride(0),
+            _glu_codes_kernel[(tokens,)](
+                gate, up, codes, scales, width, gate.stride(0), up.stride(0),
                 ACT=activation, BLOCK=block, GRID=grid_of(form), GROUP=form[1],
-                INTERPRETED=_INTERPRETED, AHEAD=next_up is not None, EARLY=early, WARPS=warps,
+                INTERPRETED=_INTERPRETED, EARLY=early,
                 num_warps=warps, **({"launch_pdl": True} if early else {}),
             )  # fmt: skip
     return codes, scales
 
 
 @_glu_codes.register_fake
-def _(gate, up, activation, form, ahead):
+def _(gate, up, activation, form):
     tokens, width = gate.shape
     return room_for_codes(gate, tokens, width, form)
 
@@ -164,19 +151,15 @@ def _activated(x, ACT: tl.constexpr, INTERPRETED: tl.constexpr, EXACT: tl.conste
 
 @triton.jit
 def _glu_kernel(
-    gate, up, out, ahead, pieces, tokens, width, gate_stride, up_stride,
+    gate, up, out, width, gate_stride, up_stride,
     ACT: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (columns < width) & (row < tokens)
-    let_product_start(EARLY)
-    wait_for_product(EARLY)
-    if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
-        if row >= tokens:
-            index = (row - tokens).to(tl.int32) * tl.num_programs(1) + tl.program_id(1)
-            fetch_ahead(ahead, pieces, index, WARPS)
+    inside = columns < width
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     stored = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
     y = _activated(stored.to(tl.float32), ACT, INTERPRETED, True)
     y = y.to(stored.dtype).to(tl.float32)
@@ -186,23 +169,20 @@ def _glu_kernel(
 
 @triton.jit
 def _glu_codes_kernel(
-    gate, up, codes, scales, ahead, pieces, tokens, width, gate_stride, up_stride,
+    gate, up, codes, scales, width, gate_stride, up_stride,
     ACT: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr, GROUP: tl.constexpr,
-    INTERPRETED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
+    INTERPRETED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = (columns < width) & (row < tokens)
-    let_product_start(EARLY)
-    wait_for_product(EARLY)
-    if AHEAD:  # noqa: SIM102 - AHEAD is known when this is compiled
-        if row >= tokens:
-            fetch_ahead(ahead, pieces, (row - tokens).to(tl.int32), WARPS)
+    inside = columns < width
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     stored = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
     other = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     y = _activated(stored.to(tl.float32), ACT, INTERPRETED, False).to(stored.dtype).to(tl.float32)
     y = tl.where(inside, (y * other).to(stored.dtype).to(tl.float32), 0.0)
-    store_codes(codes, scales, y, row, row < tokens, width, stored.dtype, BLOCK, GRID, GROUP)
+    store_codes(codes, scales, y, row, width, stored.dtype, BLOCK, GRID, GROUP)
 
 
 @functools.cache
