@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from quantload import __version__
+from quantload.cli_allocate import allocate
 from quantload.cli_baseline import baseline
 from quantload.cli_bench import bench
 from quantload.cli_convert import convert
@@ -56,6 +57,7 @@ def main() -> None:
     """Load, convert and check quantized Hugging Face checkpoints."""
 
 
+main.add_command(allocate)
 main.add_command(baseline)
 main.add_command(bench)
 main.add_command(convert)

@@ -33,7 +33,15 @@ MAY_IMPORT = {
 COMMAND_LINE = {  # one part, in several files
     *("cli", "cli_options", "cli_convert", "cli_plan", "cli_output", "cli_inspect", "cli_compare"),
     *("cli_bench", "cli_generate"),
-    *("cli_baseline", "pytest_plugin", "cli_doctor", "cli_explain", "cli_model", "cli_stats"),
+    *(
+        "cli_allocate",
+        "cli_baseline",
+        "pytest_plugin",
+        "cli_doctor",
+        "cli_explain",
+        "cli_model",
+        "cli_stats",
+    ),
     "cli_tune",
 }
 # what users call, in several files
@@ -113,6 +121,10 @@ OPTIONS = {
         *("model", "--synthetic", "--layers", "--batch", "--prompt-tokens", "--new-tokens"),
         *("--kv-cache", "--no-graphs", "--no-fuse", "--device", "--dtype", "--scheme"),
         *("--trust-remote-code", "--json", "--quiet"),
+    },
+    "allocate": {
+        *("source", "output", "--bits", "--schemes", "--data", "--token-ids", "--max-tokens"),
+        *("--device", "--overwrite", "--json", "--quiet"),
     },
     "baseline": set(),
     "compare": {
