@@ -94,7 +94,7 @@ class RoundedLinear(nn.Module):
         """
         from quantload.runtime.kernels.rounded import kernels_for
 
-        return kernels_for(self.packed, self.input, tokens)
+        return kernels_for(self.packed, self.input, tokens, self.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoundedLinear:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -206,7 +206,7 @@ def launch(
         _launch_general(codes, scales, packed, bias, target, settings)
         if target is not out:  # NOTE: the interpreter cuts bits off where it rounds to bfloat16
             out.copy_(target)
-    elif settings.get("library") and out.dtype == torch.bfloat16 and out.shape[1] % 16 == 0:
+    elif settings.get("library") and _suits_library(out.dtype, out.shape[1]):
         _multiply_by_library(codes, scales, packed, bias, out)
     else:
         if settings.get("library") or settings.get("fused"):  # they do not serve this call
@@ -223,6 +223,10 @@ def _launch_own(
     else:
         from quantload.runtime.kernels.rounded_hopper import launch_hopper as launch_it
     launch_it(codes, scales, packed, bias, out, settings)
+
+
+def _suits_library(dtype: torch.dtype, n: int) -> bool:
+    return dtype == torch.bfloat16 and n % 16 == 0
 
 
 def _multiply_by_library(
@@ -256,15 +260,21 @@ def _launch_general(
     )  # fmt: skip
 
 
-def kernels_for(packed: PackedRounded, input: InputScheme, m: int) -> tuple[str, ...]:
-    """Names of the device functions that an input of m tokens and its product launch."""
+def kernels_for(
+    packed: PackedRounded, input: InputScheme, m: int, dtype: torch.dtype
+) -> tuple[str, ...]:
+    """Names of the device functions that an input of m tokens in `dtype` and its product launch."""
     before = "quantize_groups" if packed.group else "quantize_tokens"
     before = before if input.dynamic else "quantize_fixed"
     if not is_hopper(packed):
         return (before, "rounded_gemm_general")
     settings = settings_of(packed, m)
-    if settings.get("fused") and packed.sums is None and input.granularity == "token":
-        return ("rounded_gemm_fused",)
+    if settings.get("fused"):
+        if packed.sums is None and input.granularity == "token" and input.dynamic:
+            return ("rounded_gemm_fused",)
+        settings = rule(packed, m)
     if settings.get("library"):
-        return (before, "cuBLAS")
+        if _suits_library(dtype, len(packed.codes)):
+            return (before, "cuBLAS")
+        settings = rule(packed, m)
     return (before, "rounded_gemm_wide" if settings.get("wide") else "rounded_gemm_hopper")

@@ -81,19 +81,14 @@ def _start(w_ring, x_ring, ready, step, acc, ADD: gl.constexpr, SWAP: gl.constex
 
 @gluon.jit
 def _factor(
-    w_scale, x_scale, n, m, M, group, groups, block_rows,
-    GROUPS: gl.constexpr, PER_ROW: gl.constexpr, SWAP: gl.constexpr,
-):  # fmt: skip
-    """Load the scales of a group; of a tile that lies in one block of rows, n is a scalar."""
+    w_scale, x_scale, n, m, M, group, groups, block_rows, GROUPS: gl.constexpr, SWAP: gl.constexpr
+):
+    """Load the scales of a group for a tile whose first row of W is n."""
     factor = 1.0
     if GROUPS:
-        x_axis: gl.constexpr = 0 if SWAP else 1
         x_part = gl.load(x_scale + m * groups + group, mask=m < M, other=0.0)
         w_part = gl.load(w_scale + (n // block_rows) * groups + group)
-        if PER_ROW:
-            factor = gl.expand_dims(w_part, 1 - x_axis) * gl.expand_dims(x_part, x_axis)
-        else:
-            factor = gl.expand_dims(x_part * w_part, x_axis)
+        factor = gl.expand_dims(x_part * w_part, 0 if SWAP else 1)
     return factor
 
 
@@ -132,18 +127,14 @@ def _finished(
 def _promoted_sums(
     w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, count, nothing,
     w_scale, x_scale, n, m, M, groups, block_rows,
-    GROUPS: gl.constexpr, PER_ROW: gl.constexpr, SWAP: gl.constexpr,
+    GROUPS: gl.constexpr, SWAP: gl.constexpr,
 ):  # fmt: skip
     """Sums of steps that are finished one by one; two are on their way at a time."""
     total = nothing
     for step in range(0, count - 1, 2):
         group, late = first + step, step + w_ring.shape[0]
-        factor = _factor(
-            w_scale, x_scale, n, m, M, group, groups, block_rows, GROUPS, PER_ROW, SWAP
-        )
-        factor_odd = _factor(
-            w_scale, x_scale, n, m, M, group + 1, groups, block_rows, GROUPS, PER_ROW, SWAP
-        )
+        factor = _factor(w_scale, x_scale, n, m, M, group, groups, block_rows, GROUPS, SWAP)
+        factor_odd = _factor(w_scale, x_scale, n, m, M, group + 1, groups, block_rows, GROUPS, SWAP)
         even = _start(w_ring, x_ring, ready, step, nothing, False, SWAP)
         odd = _start(w_ring, x_ring, ready, step + 1, nothing, False, SWAP)
         total = _added(total, warpgroup_mma_wait(1, deps=[even]), factor, GROUPS)
@@ -153,9 +144,7 @@ def _promoted_sums(
         _refill(w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, late, late < count)
     if count % 2 == 1:
         group = first + count - 1
-        factor = _factor(
-            w_scale, x_scale, n, m, M, group, groups, block_rows, GROUPS, PER_ROW, SWAP
-        )
+        factor = _factor(w_scale, x_scale, n, m, M, group, groups, block_rows, GROUPS, SWAP)
         even = _start(w_ring, x_ring, ready, count - 1, nothing, False, SWAP)
         total = _added(total, warpgroup_mma_wait(0, deps=[even]), factor, GROUPS)
     return total
@@ -209,7 +198,7 @@ def sum_of_parts(total, nothing, place, size, lock, split, splits, mask):
 def rounded_gemm_hopper(
     w_desc, x_desc, w_scale, x_scale, w_sums, bias, out, partial, locks,
     M, N, steps, splits, x_step, groups, block_rows, BAND,
-    STAGES: gl.constexpr, GROUPS: gl.constexpr, PER_ROW: gl.constexpr, ZEROS: gl.constexpr,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr,
     SPLIT: gl.constexpr, EXACT: gl.constexpr, SWAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply; see the top of this file.
@@ -217,7 +206,7 @@ def rounded_gemm_hopper(
     Args:
         w_desc: [BN, BK] of W's codes [N, K].
         x_desc: [BM, BK] of x's codes [M, K].
-        w_scale: [N], or [blocks of rows, groups] with GROUPS.
+        w_scale: [N]; with GROUPS [blocks of rows, groups], BN divides the rows of a block.
         x_scale: [M] or [M, 2] or [1] with steps of x_step; [M, groups] with GROUPS.
         w_sums: [N] int32 sums of the codes of a row, with ZEROS.
         bias: [N] or None.
@@ -234,7 +223,6 @@ def rounded_gemm_hopper(
         BAND: Tiles of W that are taken with all tokens before the next ones.
         STAGES: Places of the ring.
         GROUPS: A scale for each step (BK is then the size of a group).
-        PER_ROW: A tile lies in several blocks of rows.
         ZEROS: The input has zero points.
         SPLIT: splits > 1.
         EXACT: See above.
@@ -288,8 +276,7 @@ def rounded_gemm_hopper(
     if EXACT:
         total = _promoted_sums(
             w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, count, nothing,
-            w_scale, x_scale, n if PER_ROW else n_start, m, M, groups, block_rows,
-            GROUPS, PER_ROW, SWAP,
+            w_scale, x_scale, n_start, m, M, groups, block_rows, GROUPS, SWAP,
         )  # fmt: skip
     else:
         total = _plain_sums(
@@ -339,9 +326,9 @@ def launch_hopper(
         TensorDescriptor(codes, [m, k], [k, 1], [bm, bk], layout_of_tile(bm, bk, integers)),
         packed.scale, scales, packed.sums, bias, out, partial, locks,
         m, n, steps, splits, token_step(scales), scales.shape[-1], packed.block_rows, s["band"],
-        STAGES=s["stages"], GROUPS=packed.group > 0, PER_ROW=packed.block_rows % bn != 0,
-        ZEROS=packed.sums is not None, SPLIT=splits > 1, EXACT=bool(s["exact"]),
-        SWAP=bool(s["swap"]), num_warps=s["warps"], launch_pdl=True,
+        STAGES=s["stages"], GROUPS=packed.group > 0, ZEROS=packed.sums is not None,
+        SPLIT=splits > 1, EXACT=bool(s["exact"]), SWAP=bool(s["swap"]), num_warps=s["warps"],
+        launch_pdl=True,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ Letters: M tokens, N output features, K input features.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -16,6 +17,7 @@ from quantload.runtime.launch_settings import Settings, find
 
 __all__ = ["candidates", "family", "fits", "is_hopper", "rule", "settings_of"]
 
+_GROUP = 128  # columns of a group in `rounded_hopper`
 _FUSED_TOKENS = 8
 _SHARED = 232448 - 1024  # bytes that a program may use on sm_90
 
@@ -39,29 +41,39 @@ def family(packed: PackedRounded) -> str:
 def settings_of(packed: PackedRounded, m: int) -> Settings:
     """Return the settings of a launch: measured ones, else the rule's.
 
-    Those with `fused` are of a product that rounds its input; it serves up to 8 tokens.
+    Those with `fused` are of a product that rounds its input, those with `library` of cuBLASLt;
+    they do not serve every call.
     """
     (n, k), device = packed.codes.shape, packed.codes.device
-    shared = _card(device)[1]
-    if is_hopper(packed):
-        measured = find(family(packed), device, m=m, n=n, k=k)
-        if measured is not None and fits(
-            measured, m, group=packed.group, block_rows=packed.block_rows, shared=shared
-        ):
-            return measured
+    if not is_hopper(packed):
+        return rule(packed, m)
+    measured = find(family(packed), device, m=m, n=n, k=k)
+    if measured is not None and fits(
+        measured, m, group=packed.group, block_rows=packed.block_rows, shared=_card(device)[1]
+    ):
+        return measured
+    if not packed.group and packed.codes.dtype != torch.int8:
+        steps, splits = triton.cdiv(k, 256), _parts(_card(device)[0], triton.cdiv(n, 64), k)
+        if m == 1 and triton.cdiv(steps, splits) * 256 <= 4096:
+            return {"fused": 1, "bn": 64, "bk": 256, "stages": 4, "warps": 4, "splits": splits}
+        if m >= 256 and triton.cdiv(n, 64) * triton.cdiv(m, 128) > _card(device)[0]:
+            return {"library": 1}
     return rule(packed, m)
 
 
 def rule(packed: PackedRounded, m: int) -> Settings:
-    """Settings of a launch that nobody measured."""
+    """Settings that nobody measured, of kernels that serve every call."""
     processors = _card(packed.codes.device)[0]
-    make = _rule_hopper if is_hopper(packed) else _rule_general
+    if not is_hopper(packed):
+        return _rule_general(packed, m, processors)
+    make = _rule_groups if packed.group else _rule_rows
     return make(packed, m, processors)
 
 
 def is_hopper(packed: PackedRounded) -> bool:
-    """True if `rounded_hopper` serves: sm_90, and rows of whole 16 bytes."""
-    return packed.codes.shape[1] % 16 == 0 and _card(packed.codes.device)[2]
+    """True if `rounded_hopper` serves: sm_90, rows of whole 16 bytes, blocks of whole tiles."""
+    are_tiles = not packed.group or (packed.group == _GROUP and packed.block_rows % 64 == 0)
+    return are_tiles and packed.codes.shape[1] % 16 == 0 and _card(packed.codes.device)[2]
 
 
 def fits(found: Settings, m: int, *, group: int, block_rows: int, shared: int) -> bool:
@@ -76,8 +88,10 @@ def fits(found: Settings, m: int, *, group: int, block_rows: int, shared: int) -
     """
     if found.get("library") or found.get("fused"):
         return not group and (m <= _FUSED_TOKENS or not found.get("fused"))
+    if group and block_rows % found["bn"]:
+        return False
     if found.get("wide"):
-        return not group or block_rows % found["bn"] == 0
+        return True
     if found["bm"] < 64 and not found["swap"]:
         return False  # the left side of a product is at least 64 rows
     is_for_many = found["bm"] >= 64 and found["splits"] == 1
@@ -90,24 +104,75 @@ def _bytes(s: Settings) -> int:
     return ring + (s["bn"] * s["bm"] * 2 if s["swap"] and s["bm"] >= 64 else 0) + 1024
 
 
-def _rule_hopper(packed: PackedRounded, m: int, processors: int) -> Settings:
-    """What was near the best on an H200 for the shapes of 8B and 70B models."""
+# What was the best, or near it, on an H200 for shapes of 8B and 70B models. A ring of 128 KiB fills
+# a processor, so that what is read again, and how full the last wave is, decide.
+
+
+def _parts(processors: int, tiles: int, k: int) -> int:
+    """Parts of K that give each processor a program, of two steps of 256 at least."""
+    return max(1, min(round(processors / tiles), triton.cdiv(k, 256) // 2))
+
+
+def _tile(
+    bn: int, bm: int, bk: int, stages: int, splits: int = 1, *, exact: int, swap: int = 1,
+    warps: int = 4, band: int = 1,
+) -> Settings:  # fmt: skip
+    return {"bn": bn, "bm": bm, "bk": bk, "stages": stages, "warps": warps, "splits": splits,
+            "swap": swap, "exact": exact, "band": band}  # fmt: skip
+
+
+def _wide(bn: int, stages: int) -> Settings:
+    return {"wide": 1, "bn": bn, "stages": stages, "band": 4, "registers": 208}
+
+
+def _rule_rows(packed: PackedRounded, m: int, processors: int) -> Settings:
+    """A scale a row and a token."""
     n, k = packed.codes.shape
-    if m > 64:
-        bn = 64 if triton.cdiv(n, 128) * triton.cdiv(m, 128) < processors else 128
-        if packed.group and packed.block_rows % bn:
-            return {"bn": 64, "bm": 64, "bk": packed.group, "stages": 1024 // packed.group,
-                    "warps": 4, "splits": 1, "swap": 0, "exact": 1, "band": 8}  # fmt: skip
-        stages = (8 if bn == 64 else 6) * 128 // (packed.group or 128)
-        return {"wide": 1, "bn": bn, "stages": min(stages, 16), "band": 4, "registers": 208}
-    bk, stages = (packed.group, min(16, 1024 // packed.group)) if packed.group else (256, 4)
-    swap = int(m <= 32 or not packed.group)
-    bm = max(8, triton.next_power_of_2(m)) if swap else 64
-    # two programs for each processor, where their sums are small
-    programs = processors * (2 if m <= 32 else 1)
-    splits = max(1, min(round(programs / triton.cdiv(n, 64)), triton.cdiv(k, bk) // 2))
-    return {"bn": 64, "bm": bm, "bk": bk, "stages": stages, "warps": 4, "splits": splits,
-            "swap": swap, "exact": int(packed.codes.dtype != torch.int8), "band": 1}  # fmt: skip
+    exact, tiles = int(packed.codes.dtype != torch.int8), triton.cdiv(n, 64)
+    if m <= 16 and triton.cdiv(n, 128) >= processors:
+        return _tile(128, max(8, triton.next_power_of_2(m)), 128, 6, exact=exact)
+    if m <= 64:
+        bm = max(8, triton.next_power_of_2(m))
+        if m > 16 and 2 * tiles <= processors:  # W is read twice, but its sums are whole
+            return _tile(64, bm // 2, 256, 4, exact=exact)
+        return _tile(64, bm, 256, 4, _parts(processors, tiles, k), exact=exact)
+    if m <= 128:
+        if 2 * tiles <= processors:
+            return _tile(64, 64, 256, 4, exact=exact)
+        if 2 * triton.cdiv(n, 128) <= processors:
+            return _tile(128, 64, 128, 6, exact=exact)
+        return _tile(64, 128, 128, 4, exact=0, band=8)
+    if tiles * triton.cdiv(m, 128) <= processors:
+        return _wide(64, 8)
+    if m >= 1024 and k >= 2 * n:
+        return _wide(256, 4)
+    waves = triton.cdiv(n, 128) * triton.cdiv(m, 256) / processors
+    if m >= 1024 and waves / math.ceil(waves) > 0.85:
+        return _tile(128, 256, 128, 3, exact=0, warps=8, band=8)
+    return _tile(128, 128, 128, 4, exact=0, band=8)
+
+
+def _rule_groups(packed: PackedRounded, m: int, processors: int) -> Settings:
+    """Scales of groups of 128 columns."""
+    n, k = packed.codes.shape
+    tiles, wide = triton.cdiv(n, 64), packed.block_rows % 128 == 0
+    if m <= 16:
+        bm = max(8, triton.next_power_of_2(m))
+        if wide and triton.cdiv(n, 128) >= processors:
+            return _tile(128, bm, 128, 6, exact=1)
+        parts = _parts(processors * (2 if m <= 8 else 1), tiles, k)
+        return _tile(64, bm, 128, 8, parts, exact=1)
+    if m <= 64:
+        return _tile(64, 64, 128, 8, _parts(processors, tiles, k), exact=1, swap=0)
+    if tiles * triton.cdiv(m, 64) <= processors:
+        return _tile(64, 64, 128, 8, exact=1, swap=0)
+    if m <= 128 and wide and triton.cdiv(n, 128) * 2 <= processors:
+        return _tile(128, 64, 128, 6, exact=1, swap=0)
+    if tiles * triton.cdiv(m, 128) <= processors or not wide:
+        return _wide(64, 8)
+    if m <= 128:
+        return _wide(128, 6)
+    return _tile(128, 128, 128, 4, exact=1, swap=0, warps=8, band=8)
 
 
 def _rule_general(packed: PackedRounded, m: int, processors: int) -> Settings:
@@ -123,6 +188,8 @@ def _rule_general(packed: PackedRounded, m: int, processors: int) -> Settings:
 
 def candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> Iterator[Settings]:
     """Yield settings of a product worth measuring, for processors of an H100 or H200."""
+    if group not in (0, _GROUP):
+        return
     if m <= _FUSED_TOKENS and not group:
         yield from _fused_candidates(m, n, k)
     if m <= 128:
@@ -148,9 +215,7 @@ def _narrow_candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> I
         (64, 256, 4), (64, 256, 6), (64, 512, 2), (128, 256, 3), (128, 128, 6), (64, 128, 8),
     )  # fmt: skip
     if group:
-        deep = 128 // group
-        tiles = ((64, group, 8 * deep), (64, group, 12 * deep), (128, group, 6 * deep),
-                 (128, group, 8 * deep))  # fmt: skip
+        tiles = ((64, 128, 8), (64, 128, 6), (128, 128, 6), (128, 128, 4))
     for bn, bk, stages in tiles:
         # more tiles of fewer tokens read W again, from the L2 cache, but need no parts of K
         for swap, height in ((1, bm), (1, bm // 2), (0, 64)) if m > 32 else ((1, bm),):
@@ -177,6 +242,7 @@ def _wide_candidates(m: int, *, floats: bool, group: int) -> Iterator[Settings]:
         for band in (4, 16):
             yield {"wide": 1, "bn": bn, "stages": stages, "band": band, "registers": 208}
     if group:
+        yield _tile(128, 128, 128, 4, exact=1, swap=0, warps=8, band=8)
         return
     for bn, bm, warps, stages in ((128, 128, 4, 4), (128, 256, 8, 3), (64, 128, 4, 4)):
         if bm <= m:
