@@ -30,7 +30,6 @@ from quantload.runtime.kernels.nibble_mid import mid_kernel
 from quantload.runtime.kernels.nibble_parallel import parallel_kernel
 from quantload.runtime.kernels.nibble_plan import (
     Plan,
-    by_rule,
     card_of,
     fitted,
     plan_for,
@@ -153,10 +152,8 @@ def _served(
     plan: Plan, weight: NibbleWeight, tokens: int, device: torch.device, *, is_aligned: bool
 ) -> Plan:
     """Return the plan, or the nearest one whose kernel can read the weight and the inputs."""
-    if plan.path == "overlap" and weight.form == "table":
+    if plan.path == "overlap" and not _overlaps(weight):
         plan = replace(plan, path="mid", after=False)
-    if plan.path == "stream" and not (is_aligned and _streams(weight)):
-        return fitted(by_rule(tokens, _shape(weight), card_of(device), plain=True), weight)
     if plan.path in ("mid", "overlap") and not is_aligned:
         return fitted(without_copy_engine(tokens, _shape(weight), card_of(device)), weight)
     return plan
@@ -167,14 +164,10 @@ def _shape(weight: NibbleWeight) -> tuple[int, int, int]:
     return blocks, rows, columns
 
 
-def _streams(weight: NibbleWeight) -> bool:
-    """True if the copy engine can bring all that the kernel for a stream of words needs."""
-    blocks, rows, columns = weight.words.shape
-    parts = [part for part in (weight.scale, weight.zero) if part is not None]
-    features = blocks * 4 * columns
-    is_whole = weight.columns is not None or weight.features == features
-    by_block = all(part.shape[0] == blocks for part in parts)
-    return is_whole and by_block and rows % 4 == 0 and weight.form != "table"
+def _overlaps(weight: NibbleWeight) -> bool:
+    """True if the kernel in which unpacking and products overlap serves the weight."""
+    of_pairs = _form(weight)["GROUP_SLICES"] == 2
+    return (weight.form, weight.kind, weight.dtype) == ("int", "bf16", torch.bfloat16) and of_pairs
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -271,29 +264,6 @@ def _parallel(
     )  # fmt: skip
 
 
-def _stream(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor) -> None:
-    from quantload.runtime.kernels import nibble_stream as kernel
-
-    m, n = out.shape
-    blocks, _, columns = weight.words.shape
-    early = plan.early and launches_early(x.device)
-    programs = min(triton.cdiv(n, plan.rows), plan.splits * card_of(x.device).processors)
-    # one row of inputs needs eight blocks: the copy engine swizzles over eight rows
-    few = 1 if m == 1 and plan.unroll >= 8 else max(8, triton.next_power_of_2(m))
-    tile = [plan.unroll, plan.rows]
-    parts = (weight.scale, weight.zero)
-    scale, zero = (None if part is None else kernel.described_groups(part, tile) for part in parts)
-    kernel.stream_kernel[(programs,)](
-        kernel.described_inputs(x, blocks, [few, plan.unroll, columns]),
-        kernel.described_words(weight.words, [*tile, columns]),
-        scale, zero, weight.outer, bias, out, m, n, triton.cdiv(blocks, plan.unroll),
-        S=plan.unroll, BN=plan.rows, XM=few, STAGES=plan.stages, **_form(weight),
-        WARPS_K=min(plan.warps, plan.unroll), num_warps=plan.warps,
-        **({"launch_pdl": True} if early else {}),
-        **({"maxnreg": plan.registers} if plan.registers else {}),
-    )  # fmt: skip
-
-
 def _overlap(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor) -> None:
     from quantload.runtime.kernels.nibble_overlap import described, overlap_kernel
 
@@ -301,11 +271,11 @@ def _overlap(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, o
     blocks, _, columns = weight.words.shape
     tiles = triton.cdiv(n, plan.rows) * triton.cdiv(m, plan.tokens)
     step = min(plan.step, columns)
-    overlap_kernel[(min(tiles, plan.splits * card_of(x.device).processors),)](
+    overlap_kernel[(tiles,)](
         described(x, [plan.tokens, step]),
         described(weight.words.view(-1, columns), [plan.rows, step]),
-        weight.scale, weight.zero, weight.outer, bias, out, m, n, blocks, _blocks_per_group(weight),
-        BN=plan.rows, BM=plan.tokens, **_form(weight), STEP=step, STAGES=plan.stages,
+        weight.scale, weight.outer, bias, out, m, n, blocks,
+        BN=plan.rows, BM=plan.tokens, C=columns, STEP=step, STAGES=plan.stages,
         TILES=plan.swizzle, num_warps=plan.warps,
     )  # fmt: skip
 
@@ -320,7 +290,6 @@ _LAUNCHES = {
     "decode": _decode,
     "gemv": _gemv,
     "parallel": _parallel,
-    "stream": _stream,
     "mid": _mid,
     "overlap": _overlap,
 }

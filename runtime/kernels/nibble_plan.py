@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "candidates", "kernel_name", "plan_for"]
 
-_Path = Literal["decode", "mid", "dense", "gemv", "parallel", "overlap", "stream"]
-_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "overlap", "stream")
+_Path = Literal["decode", "mid", "dense", "gemv", "parallel", "overlap"]
+_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "overlap")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Plan:
     """How a product is launched.
 
     Args:
-        path: "decode", "mid", "dense", "gemv", "parallel", "overlap" or "stream".
+        path: "decode", "mid", "dense", "gemv", "parallel" or "overlap".
         rows: Output features of a tile.
         tokens: Tokens of a tile.
         splits: Parts of K.
@@ -38,7 +38,6 @@ class Plan:
         swizzle: Tiles of rows that run beside each other.
         early: The kernel may start before the one before has ended (sm_90).
         prefetch: Blocks of words that are asked for before that one has ended.
-        registers: Most registers of a thread, 0 for no limit.
     """
 
     path: _Path
@@ -54,7 +53,6 @@ class Plan:
     swizzle: int = 1
     early: bool = True
     prefetch: int = 0
-    registers: int = 0
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, int]) -> Plan:
@@ -105,14 +103,12 @@ def _is_served(plan: Plan, weight: NibbleWeight) -> bool:
     if plan.path in ("decode", "dense"):
         return True
     is_aligned = weight.columns is not None or weight.features % 8 == 0
-    return weight.offset is None and (is_aligned or plan.path not in ("mid", "overlap", "stream"))
+    return weight.offset is None and (is_aligned or plan.path not in ("mid", "overlap"))
 
 
 def fitted(plan: Plan, weight: NibbleWeight) -> Plan:
     """Return the plan with as many parts of K, and blocks of a round, as the weight has."""
     blocks, _, columns = weight.words.shape
-    if plan.path in ("overlap", "stream"):
-        return plan
     if plan.path != "decode":
         return replace(plan, splits=max(1, min(plan.splits, blocks)))
     unroll = max(plan.unroll, 64 // columns)

@@ -13,7 +13,7 @@ INTERPRETED_PLANS = {
     "decode split": {"rows": 32, "tokens": 16, "stages": 1, "splits": 2, "swizzle": 2},
     "dense": {"path": 2},
     "parallel": {"path": 4, "rows": 16, "tokens": 16, "unroll": 2, "stages": 1},
-    "gemv": {"path": 3, "rows": 16, "unroll": 2},
+    "gemv": {"path": 3, "rows": 8, "unroll": 1},
 }
 
 
@@ -72,7 +72,8 @@ def test_every_form_gives_the_product(nibble, kernel_device, case):
 
 @pytest.mark.parametrize("plan", INTERPRETED_PLANS)
 def test_every_kernel_gives_the_product(nibble, kernel_device, plan):
-    check(nibble, make_weight(CASES["int4-g128"], 20, 288), 17, BF16, kernel_device,
+    tokens = 1 if plan == "gemv" else 17  # a program for each, and slow here
+    check(nibble, make_weight(CASES["int4-g128"], 20, 288), tokens, BF16, kernel_device,
           INTERPRETED_PLANS[plan])  # fmt: skip
 
 
