@@ -110,7 +110,8 @@ def _bytes(s: Settings) -> int:
 
 def _parts(processors: int, tiles: int, k: int) -> int:
     """Parts of K that give each processor a program, of two steps of 256 at least."""
-    return max(1, min(round(processors / tiles), triton.cdiv(k, 256) // 2))
+    steps: int = triton.cdiv(k, 256)
+    return max(1, min(round(processors / tiles), steps // 2))
 
 
 def _tile(
