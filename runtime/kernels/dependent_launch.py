@@ -26,7 +26,6 @@ from triton.language.extra import cuda
 __all__ = [
     "INTERPRETED",
     "LARGEST",
-    "SMALLEST",
     "SUM",
     "launches_early",
     "let_next_start",
@@ -36,7 +35,7 @@ __all__ = [
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # What `tl.reduce` combines by; named as they are, the interpreter reduces at once and not in pairs.
 SUM = tl.standard._sum_combine
-LARGEST, SMALLEST = tl.standard._elementwise_max, tl.standard._elementwise_min
+LARGEST = tl.standard._elementwise_max
 
 
 def launches_early(device: torch.device) -> bool:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from quantload.runtime.kernels.dependent_launch import (
     LARGEST,
-    SMALLEST,
     SUM,
     launches_early,
     let_next_start,
@@ -80,7 +79,8 @@ def _route(
             _router_kernel[(len(x), parts)](
                 x, weight, weight if bias is None else bias, logits, weights, experts,
                 split_locks(x.device, len(x)), count, width, x.stride(0), k, parts,
-                EXPERTS=_EXPERTS, COLUMNS=_COLUMNS, ALL=triton.next_power_of_2(count),
+                EXPERTS=_EXPERTS, COLUMNS=_COLUMNS,
+                ALL=triton.next_power_of_2(count), K=triton.next_power_of_2(k),
                 BIAS=bias is not None, NORMALIZED=normalized, EARLY=early,
                 num_warps=4, **({"launch_pdl": True} if early else {}),
             )  # fmt: skip
@@ -103,8 +103,8 @@ def _(x, weight, bias, k, normalized, in_float32):
 @triton.jit
 def _router_kernel(
     x, weight, bias, logits, weights, experts, locks, count, width, stride, k, parts,
-    EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr, BIAS: tl.constexpr,
-    NORMALIZED: tl.constexpr, EARLY: tl.constexpr,
+    EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr, K: tl.constexpr,
+    BIAS: tl.constexpr, NORMALIZED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -134,26 +134,31 @@ def _router_kernel(
         scores = tl.load(
             logits + row * count + i, mask=i < count, other=float("-inf"), cache_modifier=".cg"
         ).to(tl.float32)
-        _choose(scores, weights + row * k, experts + row * k, k, ALL, NORMALIZED)
+        _choose(scores, weights + row * k, experts + row * k, k, ALL, K, NORMALIZED)
 
 
 @triton.jit
-def _choose(scores, weights, experts, k, ALL: tl.constexpr, NORMALIZED: tl.constexpr):
-    """Write the k best of scores [ALL], the best first."""
-    i = tl.arange(0, ALL)
+def _choose(
+    scores, weights, experts, k, ALL: tl.constexpr, K: tl.constexpr, NORMALIZED: tl.constexpr
+):
+    """Write the k best of scores [ALL], the best first; K is k or more.
+
+    A score and the place of its expert are one number, so that one maximum finds both: the score's
+    bits in the order of the numbers above, and below them more for earlier experts.
+    """
+    i, j = tl.arange(0, ALL), tl.arange(0, K)
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (order.to(tl.int64) << 32) | (ALL - 1 - i).to(tl.int64)
+    best = tl.full((K,), 0, tl.int64)
+    for place in range(k):
+        largest = tl.reduce(keys, 0, LARGEST)
+        best = tl.where(j == place, largest, best)
+        keys = tl.where(keys == largest, -0x7FFFFFFFFFFFFFFF, keys)
+    order = (best >> 32).to(tl.int32)
+    chosen = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     highest = tl.reduce(scores, 0, LARGEST)
-    powers = tl.exp(scores - highest)
-    chosen = i < 0
-    for j in range(k):
-        open_ones = tl.where(chosen, float("-inf"), scores)
-        best = tl.reduce(open_ones, 0, LARGEST)
-        at = tl.reduce(tl.where(open_ones == best, i, ALL - 1), 0, SMALLEST)
-        tl.store(experts + j, at.to(tl.int64))
-        chosen = chosen | (i == at)
-    whole = tl.reduce(tl.where(chosen, powers, 0.0) if NORMALIZED else powers, 0, SUM)
-    part = powers / whole
-    tl.debug_barrier()
-    for j in range(k):
-        at = tl.load(experts + j)
-        value = tl.reduce(tl.where(i == at, part, 0.0), 0, SUM)
-        tl.store(weights + j, value.to(weights.dtype.element_ty))
+    powers = tl.where(j < k, tl.exp(chosen - highest), 0.0)
+    whole = tl.reduce(powers if NORMALIZED else tl.exp(scores - highest), 0, SUM)
+    tl.store(experts + j, ALL - 1 - (best & 0xFFFFFFFF), mask=j < k)
+    tl.store(weights + j, (powers / whole).to(weights.dtype.element_ty), mask=j < k)
