@@ -165,13 +165,18 @@ def candidates(batch: int, kv_heads: int, length: int) -> Iterator[Mapping[str, 
 
 
 def _rule(batch: int, kv_heads: int, length: int, device: torch.device) -> Mapping[str, int]:
-    """Return settings that fill the card once, and never more splits than blocks of keys."""
-    wanted = max(1, 2 * _processors(device) // (batch * kv_heads))
-    most = max(1, length // 64)
-    splits = min(1 << (wanted.bit_length() - 1), 1 << (most.bit_length() - 1), 64)
-    if batch * kv_heads < 64:
-        return {"splits": min(splits, 32), "block": 64, "warps": 2, "stages": 3}
+    """Return settings that were fast on an H200: many programs for few heads, else whole heads."""
+    pairs, most = batch * kv_heads, max(1, length // 64)
+    if pairs < 64:
+        splits = min(_power_of_two(2 * _processors(device) // pairs), _power_of_two(most), 32)
+        return {"splits": splits, "block": 64, "warps": 2, "stages": 3}
+    splits = min(_power_of_two(_processors(device) // pairs), _power_of_two(most))
     return {"splits": splits, "block": 128, "warps": 4, "stages": 3}
+
+
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two up to a number, at least 1."""
+    return 1 << (max(number, 1).bit_length() - 1)
 
 
 @functools.cache

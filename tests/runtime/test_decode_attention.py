@@ -94,18 +94,19 @@ class Case:
             results.append((weights[:, None] @ v).flatten())
         return torch.stack(results), keys, values
 
-    def check(self, tolerance: float = 2e-5, **settings: int) -> None:
-        result = self.run(**settings)
-        expected, keys, values = self.expected()
-        torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(self.keys.double(), keys, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(self.values.double(), values, rtol=tolerance, atol=tolerance)
-        assert not self.locks.any()
+
+def check(case: Case, tolerance: float = 2e-5, **settings: int) -> None:
+    result = case.run(**settings)
+    expected, keys, values = case.expected()
+    torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(case.keys.double(), keys, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(case.values.double(), values, rtol=tolerance, atol=tolerance)
+    assert not case.locks.any()
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_result_and_cache_are_their_definition(splits: int, kernel_device: torch.device) -> None:
-    Case(kernel_device).check(splits=splits, block=16, warps=4, stages=2)
+    check(Case(kernel_device), splits=splits, block=16, warps=4, stages=2)
 
 
 @pytest.mark.parametrize(
@@ -120,17 +121,17 @@ def test_result_and_cache_are_their_definition(splits: int, kernel_device: torch
     ids=str,
 )
 def test_variants_of_heads(options: dict, kernel_device: torch.device) -> None:
-    Case(kernel_device, **options).check(splits=2, block=16, warps=4, stages=2)
+    check(Case(kernel_device, **options), splits=2, block=16, warps=4, stages=2)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_sinks_take_weight(splits: int, kernel_device: torch.device) -> None:
     sinks = torch.randn(4, device=kernel_device)
-    Case(kernel_device, sinks=sinks).check(splits=splits, block=16, warps=4, stages=2)
+    check(Case(kernel_device, sinks=sinks), splits=splits, block=16, warps=4, stages=2)
 
 
 def test_half_precision_rounds_as_the_models_do(kernel_device: torch.device) -> None:
-    Case(kernel_device, dtype=torch.float16).check(4e-3, splits=2, block=32, warps=4, stages=2)
+    check(Case(kernel_device, dtype=torch.float16), 4e-3, splits=2, block=32, warps=4, stages=2)
 
 
 def test_codes_in_the_cache(kernel_device: torch.device) -> None:
