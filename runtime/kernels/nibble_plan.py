@@ -158,19 +158,24 @@ def by_rule(tokens: int, words: tuple[int, int, int], card: Card, *, plain: bool
 def without_copy_engine(tokens: int, words: tuple[int, int, int], card: Card) -> Plan:
     """Return a plan of more than 16 tokens for any card and any place of the inputs."""
     blocks, rows, _ = words
-    tile = 128 if rows >= 128 * card.processors else 64
+    is_wide = tokens <= 32 and rows >= 128 * card.processors
+    tile = 128 if is_wide else 64
     tiles = -(-rows // tile) * -(-tokens // 64)
-    splits = max(1, min(2 * card.processors // tiles, blocks // 2))
+    wanted = (3 if tokens <= 32 else 2) * card.processors // tiles
+    splits = max(1, min(wanted, blocks // 2))
     stages = 3 if card.shared >= 150_000 else 2
-    tile_m = 32 if tokens <= 32 else 64
-    return Plan("decode", rows=tile, tokens=tile_m, splits=splits, swizzle=8, stages=stages)
+    return Plan(
+        "decode", rows=tile, tokens=32 if tokens <= 32 else 64, splits=splits,
+        stages=stages, warps=8 if is_wide else 4, swizzle=8,
+    )  # fmt: skip
 
 
 def _small(tokens: int, elements: int, columns: int) -> Plan:
     """A few megabytes and up to 16 tokens: the warps of a program share out K."""
-    rows = 16 if tokens <= 8 or elements <= 1 << 24 else 32
-    tokens = 8 if tokens <= 8 else 16
-    prefetch = 8 if tokens == 8 else 0
+    if elements <= 1 << 24:  # the wider tile is no slower for one token
+        rows, tokens, prefetch = 16, 16, 0
+    else:
+        rows, tokens, prefetch = (16, 8, 8) if tokens <= 8 else (32, 16, 0)
     return Plan(
         "parallel", rows=rows, tokens=tokens, unroll=256 // columns, warps=4, prefetch=prefetch
     )
