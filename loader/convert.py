@@ -20,20 +20,18 @@ from quantload.loader.early_sync import EarlySync
 from quantload.loader.growing_digests import GrowingDigests
 from quantload.loader.manifest import MANIFEST, manifest
 from quantload.loader.model_card import CARD, model_card
-from quantload.loader.page_locked import Ring, own_stream
+from quantload.loader.page_locked import own_stream
 from quantload.loader.plan import Plan
 from quantload.loader.ranks import Ranks
 from quantload.loader.row_reader import RowReader
 from quantload.loader.side_files import copy_side_files
 from quantload.loader.staging import Staging
-from quantload.loader.tasks import Task, identity_of, share_of, tasks_of
+from quantload.loader.tasks import Task, identity_of, share_of, spread_over_files, tasks_of
 from quantload.loader.weight_rows import WeightRows
 from quantload.loader.workers import Resources, work_through
 from quantload.loader.writer import OutputFiles
 from quantload.progress import Progress
 from quantload.quant import compiled
-
-GPU_TASKS = 4  # at a time: what is read, computed and written beside each other; copies are shared
 
 
 def run_plan(
@@ -125,7 +123,7 @@ def _work(
         with (
             own_stream(resources.device),
             files_kept_open(),
-            closing(RowReader(resources.device, copies=copies)) as reader,
+            closing(RowReader(resources.device)) as reader,
         ):
             yield partial(do, TaskRunner(WeightRows(plan, reader), files))
 
@@ -133,18 +131,17 @@ def _work(
         written(task)
         progress.advance(task.source_bytes, note=_note(task))
 
-    is_on_cpu, threads = resources.device.type == "cpu", resources.threads(processes=ranks.here)
-    if is_on_cpu:  # before there are threads that would wait for each other
+    threads = resources.threads(processes=ranks.here)
+    if resources.device.type == "cpu":  # before there are threads that would wait for each other
         compiled.expect(plan.quantized_elements)
     progress.start("convert", total=sum(task.source_bytes for task in share), unit="B")
-    with Ring(resources.device, threads=1 if is_on_cpu else threads) as copies:
-        work_through(
-            share,
-            worker,
-            threads=threads if is_on_cpu else min(threads, GPU_TASKS),
-            memory=resources.memory,
-            finished=finished,
-        )
+    work_through(
+        spread_over_files(share, plan.files, together=threads),
+        worker,
+        threads=threads,
+        memory=resources.memory,
+        finished=finished,
+    )
     progress.finish()
 
 

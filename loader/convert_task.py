@@ -17,9 +17,10 @@ from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.checksum import WORD
 from quantload.loader.encoded_rows import encoded_rows
 from quantload.loader.output_files import OutputTensor
-from quantload.loader.page_locked import Buffer
+from quantload.loader.page_locked import Ring
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.portion import Span
+from quantload.loader.row_reader import CHUNK_BYTES
 from quantload.loader.tasks import Task, is_copied
 from quantload.loader.weight_rows import WeightRows
 from quantload.loader.writer import OutputFiles
@@ -38,6 +39,9 @@ class TaskRunner:
     files: OutputFiles
     _checksum: int = 0
     _num_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._copies = Ring(self.weights.reader.device)
 
     @property
     def plan(self) -> Plan:
@@ -87,16 +91,13 @@ class TaskRunner:
         self, entry: TensorEntry, output: OutputTensor, span: Span | None, *, first: int
     ) -> None:
         """Copy a span of an output, or all, which is what lies from a byte of a tensor on."""
-        start, stop = span or (0, output.num_bytes)
-        copies, fill = self.weights.reader.copies, self.weights.reader.filler(entry)
-
-        def copy(buffer: Buffer, at: int) -> int:
-            data = buffer.view[: min(copies.piece_bytes, stop - start - at)]
-            fill(first + start + at, data)
-            return self.files.write_bytes(output.name, data, start=start + at)
-
-        self._checksum += sum(copies.each_piece(stop - start, copy))
-        self._num_bytes += stop - start
+        done, stop = span or (0, output.num_bytes)
+        while done < stop:
+            many = min(CHUNK_BYTES, stop - done)
+            piece = self.weights.reader.read(entry, first + done, many)
+            self._checksum += self.files.write_bytes(output.name, piece.numpy().data, start=done)
+            self._num_bytes += many
+            done += many
 
     def _keep(self, row: PlanRow, span: Span | None) -> None:
         (output,) = row.outputs
@@ -111,8 +112,7 @@ class TaskRunner:
             self._write(output.name, rows, first_row=start)
 
     def _write(self, name: str, tensor: Tensor, *, first_row: int = 0) -> None:
-        copies = self.weights.reader.copies
-        self._checksum += self.files.write(name, tensor, first_row=first_row, copies=copies)
+        self._checksum += self.files.write(name, tensor, first_row=first_row, copies=self._copies)
         self._num_bytes += tensor.nbytes
 
     # -- weights that are quantized ------------------------------------------------------------

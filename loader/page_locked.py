@@ -2,25 +2,20 @@
 
 A copy between a GPU and other memory goes through a buffer of the driver, and the thread waits for
 it. Pieces are small, so that they are still in the cache when the GPU, or the system, takes them
-over; several threads read, or write, the pieces of one tensor.
+over.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 PIECE_BYTES = 1 << 22
-_BUFFERS = 2  # of a thread: one is filled while the other one is copied
+_BUFFERS = 2  # one is filled while the other one is copied
 RING_BYTES = _BUFFERS * PIECE_BYTES
-Result = TypeVar("Result")
 
 
 class Buffer:
@@ -58,111 +53,67 @@ def _page_locked(num_bytes: int) -> Tensor | None:
 
 
 class Ring:
-    """Buffers that threads use in turn, and the threads; a context manager.
+    """Buffers that one thread uses in turn, in one direction.
 
     Args:
         device: Where tensors are.
-        threads: How many work at a time; 1 is whoever calls.
         piece_bytes: Size of a buffer.
     """
 
-    def __init__(
-        self, device: torch.device, *, threads: int = 1, piece_bytes: int = PIECE_BYTES
-    ) -> None:
+    def __init__(self, device: torch.device, *, piece_bytes: int = PIECE_BYTES) -> None:
         self.device, self.piece_bytes = device, piece_bytes
-        self._pool = ThreadPoolExecutor(threads, "copies") if threads > 1 else None
-        self._of_thread = threading.local()
+        self._buffers: list[Buffer] = []
 
-    def __enter__(self) -> Ring:
-        return self
+    def _next(self) -> Buffer:
+        """Return the buffer whose turn it is; nothing is copied from it any more."""
+        if len(self._buffers) < _BUFFERS:
+            buffer = Buffer(self.piece_bytes, self.device)
+        else:
+            buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        buffer.wait()
+        return buffer
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End its threads, once they are done."""
-        if self._pool is not None:
-            self._pool.shutdown()
+    def _copied(self, buffer: Buffer) -> None:
+        if self.device.type == "cuda":
+            buffer.record(torch.cuda.current_stream(self.device))
 
     def fill(self, place: Tensor, read: Callable[[memoryview, int], None]) -> None:
         """Read into a tensor on the device, and return once the last copy is done.
 
         Args:
             place: [bytes] uint8.
-            read: Fills memory with what is from a byte of `place` on; by any thread.
+            read: Fills memory with what is from a byte of `place` on.
         """
-
-        def do(buffer: Buffer, at: int) -> torch.cuda.Event | None:
+        for at in range(0, place.numel(), self.piece_bytes):
             part = place[at : at + self.piece_bytes]
+            buffer = self._next()
             read(buffer.view[: part.numel()], at)
             part.copy_(buffer.memory[: part.numel()], non_blocking=True)
-            return self._copied(buffer)
+            self._copied(buffer)
+        for buffer in self._buffers:  # who computes next would wait in a loop that takes a core
+            buffer.wait()
 
-        for event in self.each_piece(place.numel(), do):
-            if event is not None:  # who computes next would wait in a loop that takes a core
-                event.synchronize()
+    def pieces_of(self, tensor: Tensor) -> Iterator[tuple[int, memoryview]]:
+        """Yield (first byte, bytes) of a tensor [bytes] uint8 on the device.
 
-    def drain(self, tensor: Tensor, take: Callable[[memoryview, int], Result]) -> list[Result]:
-        """Return what `take` makes of every piece of a tensor [bytes] uint8 on the device.
-
-        Args:
-            tensor: What is copied.
-            take: Is given bytes, valid as long as it runs, and where they begin; by any thread.
+        Bytes are valid until the next are asked for, while those are copied already.
         """
-
-        def do(buffer: Buffer, at: int) -> Result:
+        waiting: tuple[int, Buffer, int] | None = None
+        for at in range(0, tensor.numel(), self.piece_bytes):
             part = tensor[at : at + self.piece_bytes]
+            buffer = self._next()
             buffer.memory[: part.numel()].copy_(part, non_blocking=True)
             self._copied(buffer)
-            buffer.wait()
-            return take(buffer.view[: part.numel()], at)
+            if waiting is not None:
+                yield self._arrived(*waiting)
+            waiting = at, buffer, part.numel()
+        if waiting is not None:
+            yield self._arrived(*waiting)
 
-        return self.each_piece(tensor.numel(), do)
-
-    def each_piece(self, num_bytes: int, do: Callable[[Buffer, int], Result]) -> list[Result]:
-        """Return what a function returns for every piece of so many bytes, in their order.
-
-        All have ended then, whatever they raise.
-
-        Args:
-            num_bytes: Bytes of all pieces.
-            do: Is called with a buffer that is free, and where the piece begins, by any thread, on
-                the stream of who calls.
-        """
-        starts = range(0, num_bytes, self.piece_bytes)
-        if self._pool is None or len(starts) < 2:
-            return [do(self._next(), at) for at in starts]
-        is_cuda = self.device.type == "cuda"
-        stream = torch.cuda.current_stream(self.device) if is_cuda else None
-
-        def run(at: int) -> Result:
-            with torch.cuda.stream(stream):  # of None it is none
-                return do(self._next(), at)
-
-        jobs = [self._pool.submit(run, at) for at in starts]
-        wait(jobs)
-        return [job.result() for job in jobs]
-
-    def _next(self) -> Buffer:
-        """Return the buffer of this thread whose turn it is; nothing is copied from it any more."""
-        buffers: list[Buffer] = self._of_thread.__dict__.setdefault("buffers", [])
-        if len(buffers) < (_BUFFERS if self.device.type == "cuda" else 1):
-            buffer = Buffer(self.piece_bytes, self.device)
-        else:
-            buffer = buffers.pop(0)
-        buffers.append(buffer)
+    def _arrived(self, at: int, buffer: Buffer, num_bytes: int) -> tuple[int, memoryview]:
         buffer.wait()
-        return buffer
-
-    def _copied(self, buffer: Buffer) -> torch.cuda.Event | None:
-        if self.device.type != "cuda":
-            return None
-        return buffer.record(torch.cuda.current_stream(self.device))
+        return at, buffer.view[:num_bytes]
 
 
 @contextmanager

@@ -29,13 +29,11 @@ from quantload.loader.encoded_rows import encoded_rows
 from quantload.loader.formats import open_source
 from quantload.loader.open import natural_order
 from quantload.loader.output_files import OutputTensor
-from quantload.loader.page_locked import Ring
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.row_reader import RowReader
 from quantload.loader.source import Source
 from quantload.loader.tasks import sharing
 from quantload.loader.weight_rows import WeightRows
-from quantload.loader.workers import Resources
 from quantload.quant import compiled
 
 _log = logging.getLogger("quantload")
@@ -152,10 +150,8 @@ class _Quantizer:
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        copies = Ring(device, threads=1 if device.type == "cpu" else Resources().threads())
-        reader = RowReader(device, copies=copies)
+        reader = RowReader(device)
         weakref.finalize(self, reader.close)
-        weakref.finalize(self, copies.close)
         self._weights = WeightRows(plan, reader)
         self._together = {row.module: rows for rows in sharing(plan) for row in rows}
         self._waiting: dict[str, dict[str, Tensor]] = {}

@@ -7,8 +7,7 @@ would take longer than to read it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -32,17 +31,14 @@ class RowReader:
         device: Where rows are needed. For a GPU they are read through page-locked buffers, and
             chunks are larger.
         chunk_bytes: Bytes of a weight that are in work at a time; None is what serves the device.
-        copies: Reads for a GPU; None makes one of its own.
     """
 
-    def __init__(
-        self, device: torch.device, *, chunk_bytes: int | None = None, copies: Ring | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, *, chunk_bytes: int | None = None) -> None:
         self.device = device
         default = CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
         self.chunk_bytes = default if chunk_bytes is None else chunk_bytes
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self.copies = copies or Ring(device)
+        self._ring = Ring(device)
         self._open: dict[Path, int] = {}
 
     def close(self) -> None:
@@ -84,8 +80,7 @@ class RowReader:
             raw = self.read(entry, first, num_bytes)
         else:
             raw = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            fill = self.filler(entry)
-            self.copies.fill(raw, lambda data, at: fill(first + at, data))
+            self._ring.fill(raw, lambda data, at: self.fill(entry, first + at, data))
         floats = raw.view(entry.dtype)
         return floats.as_strided((stop - start, region.columns), (region.row_stride, 1))
 
@@ -107,45 +102,28 @@ class RowReader:
         """Read what is from byte `start` of a tensor on into memory.
 
         Raises:
-            CheckpointError: See `_fill`.
+            HeaderError: The file is shorter than its header says.
+            CheckpointError: It cannot be read.
         """
-        _fill(self._descriptor(entry.file), entry, start, data)
-
-    def filler(self, entry: TensorEntry) -> Callable[[int, memoryview], None]:
-        """Return what does as `fill`, for any thread, until this thread reads another tensor."""
-        return partial(_fill, self._descriptor(entry.file), entry)
+        done = 0
+        try:
+            descriptor = self._descriptor(entry.file)
+            while done < len(data):
+                got = os.preadv(descriptor, [data[done:]], entry.start + start + done)
+                if not got:
+                    raise file_ends(entry, start + done)
+                done += got
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read `{entry.file}`: {error.strerror or error}"
+            ) from error
 
     def _descriptor(self, file: Path) -> int:
         if file not in self._open:
             while len(self._open) >= _MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))  # the one that was opened first
-            try:
-                self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise _unreadable(file, error) from error
+            self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         return self._open[file]
-
-
-def _fill(descriptor: int, entry: TensorEntry, start: int, data: memoryview) -> None:
-    """Read what is from byte `start` of a tensor on into memory.
-
-    Raises:
-        HeaderError: The file is shorter than its header says.
-        CheckpointError: It cannot be read.
-    """
-    done = 0
-    try:
-        while done < len(data):
-            got = os.preadv(descriptor, [data[done:]], entry.start + start + done)
-            if not got:
-                raise file_ends(entry, start + done)
-            done += got
-    except OSError as error:
-        raise _unreadable(entry.file, error) from error
-
-
-def _unreadable(file: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"cannot read `{file}`: {error.strerror or error}")
 
 
 def region_of(weight: SourceWeight, source: Source) -> SourceRegion | None:

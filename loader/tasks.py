@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 from quantload import __version__
 from quantload.errors import CheckpointError
 from quantload.loader.manifest import described
-from quantload.loader.output_files import OutputTensor
+from quantload.loader.output_files import OutputFile, OutputTensor
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.row_reader import CHUNK_BYTES
 from quantload.loader.staging import Identity
@@ -135,6 +135,35 @@ def share_of(tasks: Sequence[Task], rank: int, ranks: int) -> list[Task]:
             share.append(task)
         before += task.source_bytes
     return share
+
+
+def spread_over_files(
+    tasks: Sequence[Task], files: Sequence[OutputFile], *, together: int
+) -> list[Task]:
+    """Return tasks in an order in which neighbours write to different files.
+
+    A system lets one thread at a time write to a file, and a digest goes through it from its start:
+    with some files at a time all threads write, and as many digests are computed.
+
+    Args:
+        tasks: In the order of the output.
+        files: What they write to.
+        together: Files that are filled at a time, each from its start to its end.
+    """
+    file_of = {name: number for number, file in enumerate(files) for name in file.tensors}
+    waiting: dict[int, deque[Task]] = {}
+    for task in tasks:
+        waiting.setdefault(file_of[task.outputs[0].name], deque()).append(task)
+    order: list[Task] = []
+    queue = deque(waiting.values())
+    current = [queue.popleft() for _ in range(min(together, len(queue)))]
+    while current:
+        for place, left in enumerate(current):
+            order.append(left.popleft())
+            if not left and queue:
+                current[place] = queue.popleft()
+        current = [left for left in current if left]
+    return order
 
 
 def identity_of(plan: Plan) -> Identity:

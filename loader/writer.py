@@ -129,10 +129,8 @@ class OutputFiles:
         start = first_row * (planned.num_bytes // planned.shape[0]) if first_row else 0
         if data.device.type == "cpu":
             return self.write_bytes(name, data.numpy().data, start=start)
-        sums = (copies or Ring(data.device)).drain(
-            data, lambda piece, at: self.write_bytes(name, piece, start=start + at)
-        )
-        return sum(sums) & WORD
+        pieces = (copies or Ring(data.device)).pieces_of(data)
+        return sum(self.write_bytes(name, piece, start=start + at) for at, piece in pieces) & WORD
 
     def write_bytes(self, name: str, data: memoryview, *, start: int) -> int:
         """Write bytes of a tensor from its byte `start` on; returns their checksum."""

@@ -12,11 +12,9 @@ from safetensors.torch import load_file
 
 import quantload.loader.tasks as module
 from quantload.errors import CheckpointError
-from quantload.loader import convert
 from quantload.loader.convert import run_plan
 from quantload.loader.formats.targets import target_named
-from quantload.loader.page_locked import Ring
-from quantload.loader.tasks import identity_of, share_of, tasks_of
+from quantload.loader.tasks import identity_of, share_of, spread_over_files, tasks_of
 from quantload.loader.workers import Resources
 from quantload.progress import Silent
 
@@ -64,8 +62,6 @@ def test_large_tensors_are_copied_in_several_tasks(folder, tmp_path, monkeypatch
         entry.num_bytes for entry in plan.source.checkpoint.tensors.values()
     )
     assert identity_of(plan).digest != digest
-    monkeypatch.setattr(convert, "Ring", lambda device, threads: Ring(device, threads=3, **small))
-    small = {"piece_bytes": 256}
     apart = run_plan(plan, tmp_path / "apart", Silent(), Resources(workers=3))
     for file in whole.iterdir():
         assert (apart / file.name).read_bytes() == file.read_bytes()
@@ -90,6 +86,28 @@ def test_ranks_share_all_tasks(folder, ranks):
     largest = max(task.source_bytes for task in tasks)
     for share in shares:
         assert abs(sum(task.source_bytes for task in share) - total / ranks) <= largest
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 100])
+def test_tasks_that_run_together_write_to_different_files(folder, together):
+    plan = plan_of(folder, "W4A16:g32", max_shard_bytes=20_000)
+    tasks = tasks_of(plan)
+    order = spread_over_files(tasks, plan.files, together=together)
+    assert sorted(task.number for task in order) == list(range(len(tasks)))
+    assert len(plan.files) > 4
+    file_of = {name: file.name for file in plan.files for name in file.tensors}
+    written = [file_of[task.outputs[0].name] for task in order]
+    numbers = {}
+    for task, name in zip(order, written, strict=True):
+        numbers.setdefault(name, []).append(task.number)
+    assert all(found == sorted(found) for found in numbers.values())  # from start to end
+    most = min(together, len(plan.files))
+    assert len(set(written[:most])) == most
+    for place in range(len(order)):  # begun, and not at its end
+        open_files = {n for n in written[: place + 1] if n in written[place:]}
+        assert len(open_files) <= together
+    if together == 1:
+        assert [file.name for file in plan.files] == list(dict.fromkeys(written))
 
 
 def test_tasks_without_bytes(folder):
