@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "candidates", "kernel_name", "plan_for"]
 
+_PROCESSORS = 132  # of the cards that settings are searched on; others search a bit beside
 _Path = Literal["decode", "mid", "dense", "gemv", "parallel", "overlap"]
 _PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "overlap")
 
@@ -213,13 +214,64 @@ def candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
 
 def _candidates(m: int, n: int, k: int) -> Iterator[Plan]:
     if m <= 16:
-        tokens = 8 if m <= 8 else 16
-        for rows, warps in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4)):
-            for stages in (3, 4, 6):
-                for waves in (2, 4, 8):
-                    tiles = -(-n // rows)
-                    splits = max(1, min(k // 256, round(132 * waves * 4 / warps / tiles / 2)))
-                    yield Plan(
-                        "decode", rows=rows, tokens=tokens, splits=splits, stages=stages,
-                        warps=warps, prefetch=4,
-                    )  # fmt: skip
+        yield from _for_few(m, n, k)
+    elif m <= 64:
+        yield from _for_tens(m, n, k)
+    else:
+        yield from _for_many(m, n)
+        yield Plan("dense")
+
+
+def _for_few(m: int, n: int, k: int) -> Iterator[Plan]:
+    """Up to 16 tokens; a round of 16 or 32 columns a slice has more blocks than one of 64."""
+    if m == 1:
+        for warps, unroll in ((2, 4), (4, 4), (2, 16)):
+            yield Plan("gemv", rows=8, unroll=unroll, warps=warps)
+    for tokens in (8, 16) if m <= 8 else (16,):
+        for rows, warps, unroll in ((16, 4, 4), (32, 4, 4), (16, 8, 8), (32, 4, 8), (32, 4, 16)):
+            for prefetch in (0, 8):
+                yield Plan(
+                    "parallel", rows=rows, tokens=tokens, unroll=unroll, warps=warps,
+                    prefetch=prefetch,
+                )  # fmt: skip
+        for rows, warps, stages, tma in (
+            (32, 2, 3, False), (32, 1, 3, True), (64, 2, 5, False), (64, 4, 3, False),
+            (64, 4, 5, True), (128, 4, 3, True), (128, 4, 5, True),
+        ):  # fmt: skip
+            for splits in _some_splits(-(-n // rows), k // 256, warps):
+                yield Plan(
+                    "decode", rows=rows, tokens=tokens, splits=splits, stages=stages, warps=warps,
+                    tma=tma,
+                )  # fmt: skip
+
+
+def _for_tens(m: int, n: int, k: int) -> Iterator[Plan]:
+    tokens = 32 if m <= 32 else 64
+    for rows, warps, stages in ((64, 4, 3), (128, 8, 3), (64, 4, 4)):
+        for splits in _some_splits(-(-n // rows), k // 512, warps):
+            yield Plan(
+                "decode", rows=rows, tokens=tokens, splits=splits, stages=stages, warps=warps
+            )
+    for splits in _some_splits(-(-n // 128), k // 512, 4):
+        yield Plan("mid", rows=128, tokens=64, splits=splits, stages=4, after=False)
+
+
+def _for_many(m: int, n: int) -> Iterator[Plan]:
+    for rows, tokens, warps, stages, step in (
+        (128, 128, 8, 3, 64), (128, 256, 8, 3, 32), (128, 64, 4, 4, 32), (64, 64, 4, 4, 64),
+        (64, 128, 4, 4, 32),
+    ):  # fmt: skip
+        tiles = -(-n // rows) * -(-m // tokens)
+        for splits in (1, 2) if tiles < _PROCESSORS else (1,):
+            yield Plan(
+                "mid", rows=rows, tokens=tokens, splits=splits, stages=stages, warps=warps,
+                step=step, after=False, swizzle=8,
+            )  # fmt: skip
+    for tokens, stages, step in ((128, 2, 64), (128, 4, 32), (64, 4, 32)):
+        yield Plan("overlap", rows=128, tokens=tokens, stages=stages, warps=8, step=step, swizzle=8)
+
+
+def _some_splits(tiles: int, most: int, warps: int) -> list[int]:
+    """Parts of K that make 4 to 24 warps a multiprocessor of programs of `warps` warps."""
+    wanted = (_PROCESSORS * each // (warps * tiles) for each in (4, 8, 12, 16, 24))
+    return sorted({max(1, min(each, most)) for each in wanted})

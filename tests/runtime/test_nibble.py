@@ -131,3 +131,13 @@ def test_scales_that_are_no_plain_bytes_are_kept_wider(kernel_device):
     weight.scale.view(torch.uint8)[1, 2] = 127  # NaN
     packed = pack(weight, dtype=BF16, device=torch.device("cpu"))
     assert packed.kind == "bf16"
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 40, 300])
+def test_candidates_are_few_and_settings_of_plans(m):
+    from quantload.runtime.kernels.nibble_plan import Plan, candidates
+
+    found = list(candidates(m, 6144, 4096))
+    assert 5 <= len(found) <= 100
+    assert all(Plan.from_settings(settings).settings() == settings for settings in found)
+    assert len({tuple(sorted(settings.items())) for settings in found}) == len(found)
