@@ -188,7 +188,8 @@ def _gemm(
     if x.shape[0] == 0:
         return out
     m, k, n = x.shape[0], x.shape[1], codes.shape[1]
-    settings = settings_for(form, scale is not None, x.device, m, n, k, codes.shape[2])
+    slices = 0 if scale is None else slices_per_group
+    settings = settings_for(form, slices, x.device, m, n, k, codes.shape[2])
     parts = (codes, scale, zero, outer, bias)
     with torch.cuda.device_of(x):
         if settings.get("dequantize"):

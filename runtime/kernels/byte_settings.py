@@ -107,18 +107,30 @@ def _candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
 
 
 def settings_for(
-    form: str, grouped: bool, device: torch.device, m: int, n: int, k: int, columns: int
+    form: str, slices: int, device: torch.device, m: int, n: int, k: int, columns: int
 ) -> Settings:
     """Return what was measured on this card, else the rule's choice.
 
     Those of sm_90 are for `pairs_hopper`, others, which have a "step", for `byte_linear`.
+
+    Args:
+        form: Of the codes.
+        slices: Slices of a group, 0 where a row has one scale.
+        device: Where the kernel runs.
+        m: Tokens.
+        n: Output features.
+        k: Input features.
+        columns: C.
     """
     processors, shared, hopper = card(device)
-    settings = find(kernel_name(form, grouped), device, m=m, n=n, k=k)
+    settings = find(kernel_name(form, slices > 0), device, m=m, n=n, k=k)
     if settings is not None and _fits(settings, columns, shared, hopper):
         return settings
     if hopper and m < MOST_FUSED:
-        return hopper_rule(m, n, k, columns, processors, shared, 2)
+        sums = 0 if not slices else 1 if slices % 2 == 0 else 2
+        return hopper_rule(
+            m, n, k, columns=columns, processors=processors, shared=shared, x_bytes=2, sums=sums
+        )
     return rule(m, n, k, columns, processors, shared)
 
 
@@ -128,7 +140,7 @@ def functions_for(packed: PackedBytes, tokens: int) -> tuple[str, ...]:
         return ()
     settings = settings_for(
         packed.form,
-        packed.scale is not None,
+        0 if packed.scale is None else packed.slices_per_group,
         packed.codes.device,
         tokens,
         packed.out_features,

@@ -175,7 +175,8 @@ def _gemm(
     out = torch.empty((m, n), dtype=dtype, device=codes.device)
     if m == 0:
         return out
-    settings = settings_for(form, scale is not None, codes.device, m, n, k, pairs.shape[2])
+    slices = 0 if scale is None else slices_per_group
+    settings = settings_for(form, slices, codes.device, m, n, k, pairs.shape[2])
     parts = (pairs, scale, outer)
     with torch.cuda.device_of(codes):
         if settings.get("dequantize"):

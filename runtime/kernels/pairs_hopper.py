@@ -89,46 +89,12 @@ def _scales(scale, index, r, R, SLICES: gl.constexpr, G):
         return gl.load(scale + _group(index, SLICES, G) * R + r)
 
 
-@gluon.jit
-def _arrived(
-    w_ring, ready, step, zero, FORM: gl.constexpr, dtype: gl.constexpr, LEFT: gl.constexpr
-):
-    """Wait for a step and unpack its words."""
-    STAGES: gl.constexpr = w_ring.shape[0]
-    mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
-    return _values(w_ring.index(step % STAGES).load(LEFT), zero, FORM, dtype)
-
-
-@gluon.jit
-def _begin(w0, w1, x_ring, place, total, nothing, GROUPED: gl.constexpr):
-    """Start the products of a step."""
-    x0 = x_ring.index(2 * place).permute((1, 0))
-    x1 = x_ring.index(2 * place + 1).permute((1, 0))
-    if GROUPED:
-        token = warpgroup_mma(w0, x0, nothing, use_acc=False, is_async=True)
-    else:
-        token = warpgroup_mma(w0, x0, total, is_async=True)
-    return warpgroup_mma(w1, x1, token, is_async=True)
-
-
-@gluon.jit
-def _end(token, total, s0, scale, GROUPED: gl.constexpr):
-    """Add the products of a step to the sums."""
-    found = warpgroup_mma_wait(0, deps=[token])
-    if GROUPED:
-        part = found.to(gl.float32)
-        if scale is not None:
-            part *= gl.expand_dims(scale_values(s0), 1)
-        found = total + part
-    return found
-
-
 @gluon.jit(do_not_specialize=("M", "blocks", "splits", "G", "R", "block_rows", "x_step"))
 def pairs_gemm_hopper(  # noqa: C901 - what is not there is compiled out
     w_desc, x_desc, scale, zero, x_scale, outer, bias, out, partial, locks,
     M, N, blocks, splits, G, R, block_rows, x_step,
     C: gl.constexpr, FORM: gl.constexpr, SLICES: gl.constexpr, PAIRED: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr, BAND: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, BAND: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply; see the top of this file.
@@ -158,8 +124,6 @@ def pairs_gemm_hopper(  # noqa: C901 - what is not there is compiled out
         PAIRED: Both slices of a block are of one group.
         STAGES: Places of the ring.
         SPLIT: splits > 1.
-        OVERLAP: The next step is unpacked while one is multiplied; only with PAIRED, and with one
-            zero point a row.
         BAND: Tiles of W that are taken with all tokens before the next ones.
         num_warps: Of a program.
     """
@@ -219,76 +183,47 @@ def pairs_gemm_hopper(  # noqa: C901 - what is not there is compiled out
     GROUPED: gl.constexpr = not (scale is None and (INT or WIDTH == 2))
     nothing = gl.zeros([BN, BM], SUM, layout=TILE)
     total = gl.zeros([BN, BM], gl.float32 if GROUPED else SUM, TILE)
-    if OVERLAP:
-        w0, w1 = _arrived(w_ring, ready, 0, z0, FORM, dtype, LEFT)
-        for pair in range(count // 2):
-            step = 2 * pair
-            s0 = _scales(scale, (first + step) // PER_BLOCK * 2, r, R, SLICES, G)
-            s1 = _scales(scale, (first + step + 1) // PER_BLOCK * 2, r, R, SLICES, G)
-            token = _begin(w0, w1, x_ring, step % STAGES, total, nothing, GROUPED)
-            v0, v1 = _arrived(w_ring, ready, step + 1, z0, FORM, dtype, LEFT)
-            total = _end(token, total, s0, scale, GROUPED)
-            gl.thread_barrier()  # all warps have read the place
-            late = step + STAGES
-            mbarrier.expect(ready.index(late % STAGES), SIZE, pred=late < count)
-            _ask_w(w_desc, w_ring, ready, n_start, N, first + late, late % STAGES, C, late < count)
-            _ask_x(x_desc, x_ring, ready, m_start, first + late, late % STAGES, C, late < count)
-            token = _begin(v0, v1, x_ring, (step + 1) % STAGES, total, nothing, GROUPED)
-            # past the end what is there already is unpacked once more
-            after = gl.minimum(step + 2, count - 1)
-            w0, w1 = _arrived(w_ring, ready, after, z0, FORM, dtype, LEFT)
-            total = _end(token, total, s1, scale, GROUPED)
-            gl.thread_barrier()
-            late += 1
-            mbarrier.expect(ready.index(late % STAGES), SIZE, pred=late < count)
-            _ask_w(w_desc, w_ring, ready, n_start, N, first + late, late % STAGES, C, late < count)
-            _ask_x(x_desc, x_ring, ready, m_start, first + late, late % STAGES, C, late < count)
-        if count % 2 == 1:
-            s0 = _scales(scale, (first + count - 1) // PER_BLOCK * 2, r, R, SLICES, G)
-            token = _begin(w0, w1, x_ring, (count - 1) % STAGES, total, nothing, GROUPED)
-            total = _end(token, total, s0, scale, GROUPED)
-    else:
-        for step in range(count):
-            place = step % STAGES
-            s0_now, s1_now = s0, s1
-            following = (first + step + 1) // PER_BLOCK * 2
-            s0 = _scales(scale, following, r, R, SLICES, G)
+    for step in range(count):
+        place = step % STAGES
+        s0_now, s1_now = s0, s1
+        following = (first + step + 1) // PER_BLOCK * 2
+        s0 = _scales(scale, following, r, R, SLICES, G)
+        if not PAIRED:
+            s1 = _scales(scale, following + 1, r, R, SLICES, G)
+        mbarrier.wait(ready.index(place), (step // STAGES) & 1)
+        words = w_ring.index(place).load(LEFT)
+        w0, w1 = _values(words, z0, FORM, dtype)
+        if zero is not None and scale is not None:
             if not PAIRED:
-                s1 = _scales(scale, following + 1, r, R, SLICES, G)
-            mbarrier.wait(ready.index(place), (step // STAGES) & 1)
-            words = w_ring.index(place).load(LEFT)
-            w0, w1 = _values(words, z0, FORM, dtype)
-            if zero is not None and scale is not None:
-                if not PAIRED:
-                    present = (first + step) // PER_BLOCK * 2 + 1
-                    z1 = gl.load(zero_at + _group(present, SLICES, G) * R)
-                    _, w1 = _values(words, z1, FORM, dtype)
-                z0 = gl.load(zero_at + _group(following, SLICES, G) * R)
-            x0 = x_ring.index(2 * place).permute((1, 0))
-            x1 = x_ring.index(2 * place + 1).permute((1, 0))
-            if not GROUPED:
-                total = warpgroup_mma(w0, x0, total, is_async=True)
-                total = warpgroup_mma(w1, x1, total, is_async=True)
-                total = warpgroup_mma_wait(0, deps=[total])
-            elif PAIRED:
-                part = warpgroup_mma(w0, x0, nothing, use_acc=False, is_async=True)
-                part = warpgroup_mma(w1, x1, part, is_async=True)
-                part = warpgroup_mma_wait(0, deps=[part]).to(gl.float32)
-                if scale is not None:
-                    part *= gl.expand_dims(scale_values(s0_now), 1)
-                total += part
-            else:
-                even = warpgroup_mma(w0, x0, nothing, use_acc=False, is_async=True)
-                odd = warpgroup_mma(w1, x1, nothing, use_acc=False, is_async=True)
-                even = warpgroup_mma_wait(1, deps=[even]).to(gl.float32)
-                total += even * gl.expand_dims(scale_values(s0_now), 1)
-                odd = warpgroup_mma_wait(0, deps=[odd]).to(gl.float32)
-                total += odd * gl.expand_dims(scale_values(s1_now), 1)
-            gl.thread_barrier()  # all warps have read the place
-            late = step + STAGES
-            mbarrier.expect(ready.index(place), SIZE, pred=late < count)
-            _ask_w(w_desc, w_ring, ready, n_start, N, first + late, place, C, late < count)
-            _ask_x(x_desc, x_ring, ready, m_start, first + late, place, C, late < count)
+                present = (first + step) // PER_BLOCK * 2 + 1
+                z1 = gl.load(zero_at + _group(present, SLICES, G) * R)
+                _, w1 = _values(words, z1, FORM, dtype)
+            z0 = gl.load(zero_at + _group(following, SLICES, G) * R)
+        x0 = x_ring.index(2 * place).permute((1, 0))
+        x1 = x_ring.index(2 * place + 1).permute((1, 0))
+        if not GROUPED:
+            total = warpgroup_mma(w0, x0, total, is_async=True)
+            total = warpgroup_mma(w1, x1, total, is_async=True)
+            total = warpgroup_mma_wait(0, deps=[total])
+        elif PAIRED:
+            part = warpgroup_mma(w0, x0, nothing, use_acc=False, is_async=True)
+            part = warpgroup_mma(w1, x1, part, is_async=True)
+            part = warpgroup_mma_wait(0, deps=[part]).to(gl.float32)
+            if scale is not None:
+                part *= gl.expand_dims(scale_values(s0_now), 1)
+            total += part
+        else:
+            even = warpgroup_mma(w0, x0, nothing, use_acc=False, is_async=True)
+            odd = warpgroup_mma(w1, x1, nothing, use_acc=False, is_async=True)
+            even = warpgroup_mma_wait(1, deps=[even]).to(gl.float32)
+            total += even * gl.expand_dims(scale_values(s0_now), 1)
+            odd = warpgroup_mma_wait(0, deps=[odd]).to(gl.float32)
+            total += odd * gl.expand_dims(scale_values(s1_now), 1)
+        gl.thread_barrier()  # all warps have read the place
+        late = step + STAGES
+        mbarrier.expect(ready.index(place), SIZE, pred=late < count)
+        _ask_w(w_desc, w_ring, ready, n_start, N, first + late, place, C, late < count)
+        _ask_x(x_desc, x_ring, ready, m_start, first + late, place, C, late < count)
     total = total.to(gl.float32)
     is_last = True
     if SPLIT:
@@ -378,6 +313,5 @@ def launch_hopper(
         C=columns, FORM=form, SLICES=1 if scale is None else slices_per_group,
         PAIRED=paired, STAGES=settings["stages"],
         SPLIT=splits > 1,
-        OVERLAP=bool(settings.get("overlap", 0)) and paired and (zero is None or scale is None),
         BAND=8, num_warps=settings["warps"], launch_pdl=True,
     )  # fmt: skip

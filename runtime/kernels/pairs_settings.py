@@ -11,8 +11,6 @@ from itertools import product
 __all__ = ["Settings", "fits", "hopper_candidates", "hopper_rule"]
 
 Settings = Mapping[str, int]
-_RING = 72_000  # bytes of a program's ring, so that three programs share a processor
-_WIDE_RING = 150_000
 
 
 def _block_bytes(rows: int, tokens: int, columns: int, x_bytes: int) -> int:
@@ -31,7 +29,15 @@ def _tokens(m: int) -> int:
 
 
 def hopper_rule(
-    m: int, n: int, k: int, columns: int, processors: int, shared: int, x_bytes: int
+    m: int,
+    n: int,
+    k: int,
+    *,
+    columns: int,
+    processors: int,
+    shared: int,
+    x_bytes: int,
+    sums: int,
 ) -> dict[str, int]:
     """Return settings for shapes that were not measured.
 
@@ -43,27 +49,45 @@ def hopper_rule(
         processors: Of the device.
         shared: Bytes of shared memory that a program may use.
         x_bytes: Bytes of an element of x.
+        sums: Sums of a step that a program holds besides the whole: 0, 1 or 2.
     """
-    rows, tokens = _tile(m, n, processors)
-    width = columns if tokens <= 32 else min(columns, 64)
-    block = _block_bytes(rows, tokens, width, x_bytes)
-    stages = max(2, min(8, (_RING if tokens <= 64 else _WIDE_RING) // block))
+    rows, tokens, warps = _tile(m, n, processors, sums)
     tiles, blocks = -(-n // rows) * -(-m // tokens), -(-k // (2 * columns))
-    wanted = round((2.5 if tokens <= 64 else 1) * processors / tiles)
-    splits = max(1, min(wanted, blocks // 2, 16))
+    if tokens <= 32 or (tokens == 64 and x_bytes == 1):
+        width = columns
+    elif (rows, tokens, warps) == (128, 128, 4) and tiles > processors:
+        width = min(columns, 32)  # so that two programs share a processor
+    else:
+        width = min(columns, 64)
+    ring = 72_000 if tokens <= 32 else 100_000 if tokens == 64 or width <= 32 else 150_000
+    stages = max(2, min(8, ring // _block_bytes(rows, tokens, width, x_bytes)))
+    if sums == 2 and tokens == 128:
+        stages = min(stages, 3)
+    load = 2.5 if tokens <= 32 else 1.5 if tokens == 64 else 1
+    splits = max(1, min(round(load * processors / tiles), blocks // 2, 16))
     names = ("rows", "tokens", "warps", "stages", "splits", "columns")
-    return dict(zip(names, (rows, tokens, 4, stages, splits, width), strict=True))
+    found = dict(zip(names, (rows, tokens, warps, stages, splits, width), strict=True))
+    while found["stages"] > 2 and not fits(found, columns, shared, x_bytes):
+        found["stages"] -= 1
+    return found
 
 
-def _tile(m: int, n: int, processors: int) -> tuple[int, int]:
-    """Return rows of W and tokens of a tile: small ones where there are few."""
+def _tile(m: int, n: int, processors: int, sums: int) -> tuple[int, int, int]:
+    """Return rows of W, tokens and warps: small tiles where there are few, or where sums are many.
+
+    More than 128 x 128 sums do not fit into the registers of four warps.
+    """
     tokens = _tokens(m)
     if tokens <= 32:
-        return 64, tokens
+        return 64, tokens, 4
     is_small = -(-n // 64) * -(-m // 64) <= 3 * processors
     if is_small or tokens == 64:
-        return (64 if is_small else 128), 64
-    return (64 if -(-n // 64) * -(-m // 128) <= processors else 128), 128
+        return (64 if is_small or sums == 2 else 128), 64, 4
+    if sums == 2:
+        return 64, 128, 4
+    if sums == 1:
+        return 128, 128, 8
+    return (64 if -(-n // 64) * -(-m // 128) <= processors else 128), 128, 4
 
 
 def hopper_candidates(

@@ -9,18 +9,25 @@ SHARED, PROCESSORS = 232_448, 132
 SHAPES = ((16, 64), (4096, 1024), (6144, 4096), (4096, 14336), (57344, 8192), (128256, 4100))
 
 
+@pytest.mark.parametrize("sums", [0, 1, 2])
 @pytest.mark.parametrize("x_bytes", [1, 2])
 @pytest.mark.parametrize("columns", [16, 32, 64, 128])
-def test_the_rule_fits_every_shape(columns, x_bytes):
+def test_the_rule_fits_every_shape(columns, x_bytes, sums):
     for n, k in SHAPES:
         for m in (1, 2, 16, 33, 64, 65, 200, 600):
-            found = hopper_rule(m, n, k, columns, PROCESSORS, SHARED, x_bytes)
+            found = hopper_rule(
+                m, n, k, columns=columns, processors=PROCESSORS, shared=SHARED, x_bytes=x_bytes,
+                sums=sums,
+            )  # fmt: skip
             assert fits(found, columns, SHARED, x_bytes), (m, n, k, found)
             assert 1 <= found["splits"] <= max(1, -(-k // (2 * columns))), (m, n, k, found)
             assert found["columns"] <= columns
             assert columns % found["columns"] == 0
             assert found["rows"] % (16 * found["warps"]) == 0  # a warp of wgmma has 16 rows
             assert found["tokens"] >= min(m, 64)
+            # sums that a thread holds: with the operands they must fit into 255 registers
+            held = found["rows"] * found["tokens"] * (1 + sums) // (32 * found["warps"])
+            assert held <= 192, (m, n, k, found)
 
 
 @pytest.mark.parametrize("m", [1, 16, 64, 256])
@@ -55,9 +62,9 @@ def test_settings_of_another_card_do_not_serve():
     large = {"rows": 128, "tokens": 128, "warps": 8, "stages": 8, "splits": 1, "step": 64}
     with launch_settings.trying("byte int channel", large):
         device = torch.device("cpu")
-        found = byte_settings.settings_for("int", False, device, 100, 512, 1024, 64)
+        found = byte_settings.settings_for("int", 0, device, 100, 512, 1024, 64)
         assert dict(found) == large  # of the interpreter, which holds anything
         small = dict(large, step=128)
     with launch_settings.trying("byte int channel", small):
-        found = byte_settings.settings_for("int", False, device, 100, 512, 1024, 64)
+        found = byte_settings.settings_for("int", 0, device, 100, 512, 1024, 64)
         assert found["step"] == 64
