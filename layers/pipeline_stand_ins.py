@@ -18,21 +18,28 @@ class Passed(nn.Module):
     content is made for each layer.
 
     Args:
-        layer: The layer; only what model code asks it before it calls it is kept.
+        layer: The layer; only what model code asks it before it calls it is kept: its attributes,
+            and names of what is in it, such as the languages that adapters are for.
         index: Its number among the layers; None if it has no place in a cache.
         returned: How many parts the tuple has that it returns; 0 if it returns no tuple.
     """
 
     def __init__(self, layer: nn.Module, *, index: int | None, returned: int = 0) -> None:
         super().__init__()
-        for name, value in vars(layer).items():
-            if isinstance(value, str | int | float) and not name.startswith("_"):
-                setattr(self, name, value)
+        _keep_numbers(self, layer)
+        self.__dict__["parts"] = _without_weights(layer)  # not registered: none of it is here
         own = {getattr(part, "layer_idx", None) for part in layer.modules() if part is not layer}
         numbers = sorted(number for number in own if isinstance(number, int))
         # several, if the layer has more than one attention
         self.indices = () if index is None else tuple(numbers) or (index,)
         self.returned = returned
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as that of a module
+        """Return an attribute, or the empty stand-in of a module of the layer."""
+        parts = self.__dict__.get("parts")
+        if parts is not None and name in parts._modules:
+            return parts._modules[name]
+        return super().__getattr__(name)
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: Any) -> Any:  # noqa: ANN401
         """Return the hidden states as they are.
@@ -51,6 +58,26 @@ class Passed(nn.Module):
             )
         rest = (None,) * (self.returned - 1)
         return (hidden_states, *rest) if self.returned else hidden_states
+
+
+def _keep_numbers(stand_in: nn.Module, module: nn.Module) -> None:
+    for name, value in vars(module).items():
+        if isinstance(value, str | int | float) and not name.startswith("_"):
+            setattr(stand_in, name, value)
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    """Return modules of the same names that hold and compute nothing."""
+    parts = {name: _without_weights(part) for name, part in module.named_children()}
+    if isinstance(module, nn.ModuleDict):
+        return nn.ModuleDict(parts)
+    if isinstance(module, nn.ModuleList):
+        return nn.ModuleList(parts.values())
+    found = nn.Module()
+    _keep_numbers(found, module)
+    for name, part in parts.items():
+        found.add_module(name, part)
+    return found
 
 
 def _is_cache(value: object) -> bool:

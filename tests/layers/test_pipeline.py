@@ -112,6 +112,19 @@ def test_a_layer_of_another_stage_keeps_the_count_of_tokens():
     assert cache.get_seq_length() == 6
 
 
+def test_a_layer_of_another_stage_tells_what_is_in_it():
+    layer = nn.Module()
+    layer.output = nn.Module()
+    layer.output.adapters = nn.ModuleDict({"en_XX": nn.Linear(2, 2)})
+    layer.output.factor = 2.0
+    passed = Passed(layer, index=0)
+    assert list(passed.output.adapters.keys()) == ["en_XX"]
+    assert passed.output.factor == 2.0
+    assert not [*passed.parameters(), *passed.children(), *passed.output.parameters()]
+    with pytest.raises(AttributeError, match="adapters"):
+        passed.adapters  # noqa: B018 - that it is not there
+
+
 def test_a_parameter_beside_the_layers_is_no_layer_after_them():
     model = meta_model()
     model.model.newline = nn.Parameter(torch.empty(64, device="meta"))
