@@ -18,14 +18,8 @@ from quantload.accuracy.baseline import (
     baseline_text,
     read_baseline,
 )
-from quantload.accuracy.baseline_check import (
-    BaselineReport,
-    about_end,
-    end_numbers,
-    judge,
-    measured_layers,
-    with_output_errors,
-)
+from quantload.accuracy.baseline_check import end_numbers, measured_layers, with_output_errors
+from quantload.accuracy.baseline_verdict import BaselineReport, about_end, judge
 from quantload.accuracy.statistics import ids_digest
 from quantload.api_load import parse_device
 from quantload.api_plan import inspect

@@ -13,7 +13,7 @@ from quantload.cli_options import JSON, QUIET
 from quantload.errors import counted, listed
 
 if TYPE_CHECKING:
-    from quantload.accuracy.baseline_check import BaselineReport, LayerVerdict
+    from quantload.accuracy.baseline_verdict import BaselineReport, LayerVerdict
 
 _SHOWN = 10
 

@@ -24,7 +24,7 @@ import pytest
 
 if TYPE_CHECKING:
     from quantload.accuracy.baseline import Tolerances
-    from quantload.accuracy.baseline_check import BaselineReport
+    from quantload.accuracy.baseline_verdict import BaselineReport
 
 _FOLDER = "baselines"
 

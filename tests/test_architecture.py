@@ -47,6 +47,7 @@ COMMAND_LINE = {  # one part, in several files
 # what users call, in several files
 PUBLIC = {
     "api",
+    "api_allocate",
     "api_baseline",
     "api_explain",
     "api_load",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from quantload import api, api_baseline
 from quantload.accuracy.baseline import LayerBaseline, Tolerances, baseline_text, read_baseline
-from quantload.accuracy.baseline_check import about_end, change_db, judge
+from quantload.accuracy.baseline_verdict import about_end, change_db, judge
 from quantload.accuracy.value_digest import value_digest
 from quantload.errors import BaselineError, NotComparable, OutputError
 
