@@ -96,7 +96,18 @@ def plan_for(weight: NibbleWeight, tokens: int, device: torch.device) -> Plan:
         plan = by_rule(tokens, (blocks, rows, columns), card)
     if not _is_served(plan, weight):
         plan = by_rule(tokens, (blocks, rows, columns), card, plain=True)
+    if plan.path == "mid":
+        plan = _busy(plan, tokens, rows, blocks, card.processors)
     return fitted(plan, weight)
+
+
+def _busy(plan: Plan, tokens: int, rows: int, blocks: int, processors: int) -> Plan:
+    """Double the parts of K while half of the processors would have nothing to do."""
+    tiles = -(-rows // plan.rows) * -(-tokens // plan.tokens)
+    splits = plan.splits
+    while 2 * tiles * splits <= processors and 8 * splits <= blocks:
+        splits *= 2
+    return replace(plan, splits=splits)
 
 
 def _is_served(plan: Plan, weight: NibbleWeight) -> bool:

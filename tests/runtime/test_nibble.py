@@ -141,3 +141,12 @@ def test_candidates_are_few_and_settings_of_plans(m):
     assert 5 <= len(found) <= 100
     assert all(Plan.from_settings(settings).settings() == settings for settings in found)
     assert len({tuple(sorted(settings.items())) for settings in found}) == len(found)
+
+
+def test_few_tiles_get_more_parts_of_k():
+    from quantload.runtime.kernels.nibble_plan import Plan, _busy
+
+    plan = Plan("mid", rows=128, tokens=128)
+    assert _busy(plan, 128, 4096, 56, 132).splits == 4  # 32 tiles
+    assert _busy(plan, 300, 4096, 56, 132).splits == 1  # 96 tiles
+    assert _busy(plan, 128, 1024, 4, 132).splits == 1  # no K to cut
