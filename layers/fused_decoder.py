@@ -82,6 +82,13 @@ class FusedDecoder:
                 f"a cache of {dtype}, expected {self.dtype} or torch.float8_e4m3fn",
                 hint="leave `dtype` out for a cache in the model's dtype",
             )
+        if dtype == torch.float8_e4m3fn and self.device.type == "cuda":
+            found = torch.cuda.get_device_capability(self.device)
+            if found < (8, 9):
+                raise ConfigError(
+                    f"a cache of e4m3 codes needs compute capability 8.9, found {found}",
+                    hint="leave `dtype` out for a cache in the model's dtype",
+                )
         made: dict[int, tuple[Tensor, Tensor]] = {}
         for rotary in self._rotary:
             if id(rotary) not in made:

@@ -56,6 +56,7 @@ _WIDEST = 256
 _ROWS = 16  # fewest rows and columns of a matrix product
 _SUMMED = 4096  # partial results that a program holds while it adds up, elements
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_BESIDES = 24 << 10  # bytes of shared memory besides blocks of keys and values
 _SETTINGS = ("splits", "block", "warps", "stages", "least")
 _TILES = (  # keys of a block, warps, blocks in flight
     (32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 3), (64, 8, 3), (64, 4, 2), (128, 4, 3),
@@ -139,7 +140,11 @@ def decode_attention(
     Returns:
         [B, H * D].
     """
-    chosen = settings or _rule(len(q), rule.kv_heads, cache[0].shape[2], q.device)
+    chosen = settings or _fitted(
+        _rule(len(q), rule.kv_heads, cache[0].shape[2], q.device),
+        max(triton.next_power_of_2(rule.width), _ROWS) * cache[0].element_size(),
+        _shared_memory(q.device),
+    )
     norm = rule.q_norm or _NO_NORM
     out: Tensor = _attention(
         q, k, v, *rotary, *cache, positions, locks,
@@ -172,6 +177,22 @@ def _rule(batch: int, kv_heads: int, length: int, device: torch.device) -> Mappi
         return {"splits": splits, "block": 64, "warps": 2, "stages": 3}
     splits = min(_power_of_two(_processors(device) // pairs), _power_of_two(most))
     return {"splits": splits, "block": 128, "warps": 4, "stages": 3}
+
+
+def _fitted(settings: Mapping[str, int], width: int, memory: int) -> Mapping[str, int]:
+    """Return settings whose blocks of keys and values, `width` bytes a key, fit shared memory."""
+    block, stages = settings["block"], settings["stages"]
+    while 2 * max(stages - 1, 1) * block * width + _BESIDES > memory and block > _ROWS:
+        block, stages = (block, 2) if stages > 2 else (block // 2, stages)
+    return {**settings, "block": block, "stages": stages}
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1 << 17
+    found: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return found
 
 
 def _power_of_two(number: int) -> int:
@@ -302,8 +323,11 @@ def _decode_attention_kernel(
         seen = n < high
         there = start + n.to(tl.int64) * place_stride
         near = seen[:, None] & inside[None, :]
-        kt = tl.load(keys + there[:, None] + d[None, :], mask=near, other=0.0).to(query.dtype)
-        vt = tl.load(values + there[:, None] + d[None, :], mask=near, other=0.0).to(query.dtype)
+        kt = tl.load(keys + there[:, None] + d[None, :], mask=near, other=0.0)
+        vt = tl.load(values + there[:, None] + d[None, :], mask=near, other=0.0)
+        if CODES:  # not at once: before sm_90 there is no instruction for that
+            kt, vt = kt.to(tl.float32), vt.to(tl.float32)
+        kt, vt = kt.to(query.dtype), vt.to(query.dtype)
         scores = tl.dot(query, tl.trans(kt), input_precision="ieee") * (scale * k_scale)
         scores = capped(scores, softcap, CAPPED, INTERPRETED)
         scores = tl.where(seen[None, :], scores, float("-inf"))

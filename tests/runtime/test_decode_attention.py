@@ -165,6 +165,18 @@ def test_one_row_that_is_not_finite_spoils_no_other(kernel_device: torch.device)
     assert result[0].isfinite().all()
 
 
+def test_blocks_fit_the_cards_memory() -> None:
+    from quantload.runtime.kernels.decode_attention import _fitted
+
+    wide = {"splits": 1, "block": 128, "warps": 4, "stages": 3}
+    assert _fitted(wide, 256, 232448) == wide  # 128 columns of bfloat16 on sm_90
+    assert _fitted(wide, 256, 101376)["stages"] == 2  # on sm_89
+    for width, memory in ((512, 101376), (1024, 232448), (1024, 101376)):
+        found = _fitted(wide, width, memory)
+        assert 2 * (found["stages"] - 1) * found["block"] * width < memory
+        assert found["block"] >= 16
+
+
 def test_refusals() -> None:
     from quantload.runtime.kernels.decode_attention import HeadRule, candidates, why_not
 
