@@ -191,8 +191,10 @@ def _fitted(settings: Mapping[str, int], width: int, memory: int) -> Mapping[str
 def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 1 << 17
-    found: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return found
+    found = torch.cuda.get_device_capability(device)
+    if found >= (9, 0):
+        return 232448
+    return 166912 if found == (8, 0) else 101376  # of a program, by the CUDA programming guide
 
 
 def _power_of_two(number: int) -> int:
