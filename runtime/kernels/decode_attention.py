@@ -192,7 +192,7 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 1 << 17
     found = torch.cuda.get_device_capability(device)
-    if found >= (9, 0):
+    if found[0] in (9, 10):
         return 232448
     return 166912 if found == (8, 0) else 101376  # of a program, by the CUDA programming guide
 
