@@ -260,10 +260,14 @@ _TYPES = {
 def _for_tma(x: Tensor) -> Tensor:
     """[M, K or a little more]: rows of a multiple of 16 bytes, zeros past K."""
     per_line = 16 // x.element_size()
-    if x.stride(1) != 1 or x.shape[1] % per_line or x.stride(0) % per_line or x.data_ptr() % 16:
+    missing = -x.shape[1] % per_line
+    if missing:
         bits = x.contiguous().view(torch.int8) if x.element_size() == 1 else x
-        return torch.nn.functional.pad(bits, (0, -x.shape[1] % per_line)).view(x.dtype).contiguous()
-    return x
+        return torch.nn.functional.pad(bits, (0, missing)).view(x.dtype)
+    is_laid_out = x.stride(1) == 1 and x.stride(0) >= x.shape[1] and not x.stride(0) % per_line
+    if is_laid_out and not x.data_ptr() % 16:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def launch_hopper(

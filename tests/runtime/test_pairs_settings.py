@@ -68,3 +68,22 @@ def test_settings_of_another_card_do_not_serve():
     with launch_settings.trying("byte int channel", small):
         found = byte_settings.settings_for("int", 0, device, 100, 512, 1024, 64)
         assert found["step"] == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_inputs_are_laid_out_for_the_copy_engine(dtype):
+    """Values stay, zeros follow them; rows start at multiples of 16 bytes."""
+    from quantload.runtime.kernels.pairs_hopper import _for_tma
+
+    wide = torch.arange(7 * 80).remainder(100).reshape(7, 80).to(dtype)
+    cuts = (wide, wide[:, :65], wide[:, 3:67], wide[:, ::2], wide[:1].expand(4, 80), wide.t())
+    for x in cuts:
+        found = _for_tma(x)
+        k = x.shape[1]
+        assert torch.equal(found[:, :k].float(), x.float())
+        assert not found[:, k:].float().any()
+        assert found.stride(1) == 1
+        assert found.stride(0) >= found.shape[1]
+        assert found.stride(0) * found.element_size() % 16 == 0
+        assert found.data_ptr() % 16 == 0
+    assert _for_tma(wide) is wide
