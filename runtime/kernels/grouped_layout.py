@@ -167,16 +167,12 @@ def why_not(weight: QuantTensor) -> str | None:
         return "zero points are no small whole numbers"
     if grid.name == "e5m2" and not bool(weight.codes.float().isfinite().all()):
         return "e5m2 codes that are infinite or NaN"
-    if weight.scale.dtype == torch.float8_e4m3fn and _has_sign_or_nan(weight.scale):
+    if weight.scale.dtype == torch.float8_e4m3fn and bool((_bytes(weight.scale) >= 127).any()):
         return "e4m3 scales with a sign or NaN"
     if _slice_width(weight) is None:
         dtype = weight.multiplier.dtype
         return f"groups of {weight.block[1]} columns with {dtype} scales are no slices of 16 to 64"
     return None
-
-
-def _has_sign_or_nan(scale: Tensor) -> bool:
-    return bool((scale.view(torch.uint8) >= 127).any())
 
 
 def _form_of(weight: QuantTensor) -> str | None:
@@ -302,12 +298,10 @@ def _loadable(scale: Tensor) -> Tensor:
 
 def _by_group(part: Tensor, places: Tensor, groups: int, count: int) -> Tensor:
     """[N, G] to [groups / count, P] integers of `count` groups; those of padding are zeros."""
-    raw = part.view(torch.uint8) if part.itemsize == 1 else part
-    raw = raw[places.clamp(min=0)].t()
+    raw = _bytes(part)[places.clamp(min=0)].t()
     raw = torch.nn.functional.pad(raw, (0, 0, 0, max(0, groups - raw.shape[0])))
     beside = raw.unflatten(0, (-1, count)).movedim(1, 2).contiguous()  # [.., P, count]
-    found: Tensor = beside.view(_INTEGERS[count * part.itemsize]).squeeze(-1)
-    return found
+    return beside.view(_INTEGERS[count * part.itemsize])[..., 0]
 
 
 def _apart(part: Tensor, dtype: torch.dtype) -> Tensor:
