@@ -300,7 +300,7 @@ def _by_group(part: Tensor, places: Tensor, groups: int, count: int) -> Tensor:
     """[N, G] to [groups / count, P] integers of `count` groups; those of padding are zeros."""
     raw = _bytes(part)[places.clamp(min=0)].t()
     raw = torch.nn.functional.pad(raw, (0, 0, 0, max(0, groups - raw.shape[0])))
-    beside = raw.unflatten(0, (-1, count)).movedim(1, 2).contiguous()  # [.., P, count]
+    beside: Tensor = raw.unflatten(0, (-1, count)).movedim(1, 2).contiguous()  # [.., P, count]
     return beside.view(_INTEGERS[count * part.itemsize])[..., 0]
 
 
