@@ -198,13 +198,19 @@ def test_members_that_cannot_be_stacked_still_load() -> None:
 
 
 def test_explain_names_kernel_and_reasons() -> None:
-    reports = explain(load(quantized_model("llama")))
+    model = load(quantized_model("llama"))
+    reports = explain(model)
     assert len(reports) == 15
     first = reports[0]
     assert isinstance(first, LinearReport)
     assert first.kernel == "dequantize and multiply"
     assert ("triton weight-only", "runs on CUDA, found `cpu`") in first.refused
-    assert reports[-1] == LinearReport(module="lm_head", scheme="dense", kernel="dense")
+    head = reports[-1]
+    assert isinstance(head, LinearReport)
+    assert (head.module, head.scheme, head.kernel) == ("lm_head", "dense", "dense")
+    weight = model.get_submodule("lm_head").weight
+    assert isinstance(weight, Tensor)
+    assert (head.shape, head.weight_bytes) == (tuple(weight.shape), weight.nbytes)
 
 
 def test_members_still_show_their_weight() -> None:

@@ -120,7 +120,7 @@ def test_slow_code_is_seen(monkeypatch, tmp_path, folder, part, is_decoded):
     real = getattr(owner, part)
 
     def slow(*arguments):
-        for _ in range(500):
+        for _ in range(3000):
             made = real(*arguments)
         return made
 

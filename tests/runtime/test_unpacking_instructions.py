@@ -11,8 +11,6 @@ import pytest
 import torch
 import triton.language as tl
 
-from quantload.runtime.kernels import byte_unpack, nibble_rounded_layout
-
 ALL = np.arange(256, dtype=np.uint32)
 FLOATS = {
     "add": lambda a, b: a + b,
@@ -96,7 +94,9 @@ def carried_out(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("form", ["int", "e4m3", "e5m2"])
-def test_every_byte_has_its_value(form, dtype, carried_out):
+def test_every_byte_has_its_value(form, dtype, carried_out, kernel_device):
+    from quantload.runtime.kernels import byte_unpack
+
     storage = {"int": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[form]
     values = torch.from_numpy(ALL.astype(np.uint8)).view(storage).double()
     other = ALL[::-1].copy()  # in the other places of the words
@@ -118,7 +118,9 @@ def test_every_byte_has_its_value(form, dtype, carried_out):
 
 
 @pytest.mark.parametrize("form", ["int", "float", "e2m1"])
-def test_every_nibble_has_its_operand(form, monkeypatch):
+def test_every_nibble_has_its_operand(form, monkeypatch, kernel_device):
+    from quantload.runtime.kernels import nibble_rounded_layout
+
     words = ALL | np.roll(ALL, 3) << 8 | np.roll(ALL, 50) << 16 | ALL[::-1] << 24
     assembled = []
 
