@@ -177,6 +177,8 @@ def _about_running(comparison: ModelComparison) -> list[str]:
         lines.append(f"not exercised, no token reached: {listed(comparison.unseen)}")
     if comparison.few:
         lines.append(f"fewer than 32 tokens reached: {listed(comparison.few)}")
+    if comparison.uncompared:
+        lines.append(f"outputs that could not be compared: {listed(comparison.uncompared)}")
     if comparison.why_whole:
         lines.append(f"the models were in memory as a whole: {comparison.why_whole}")
     return lines
@@ -240,6 +242,7 @@ def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
         ],
         "unseen": list(comparison.unseen),
         "few_tokens": list(comparison.few),
+        "uncompared": list(comparison.uncompared),
         "end": None if end is None else _end_json(end),
     }
 

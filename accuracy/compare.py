@@ -129,6 +129,7 @@ class ModelComparison:
         blocks: Errors of the outputs of blocks, in order; none without tokens.
         unseen: Experts that no token reached.
         few: Experts that fewer than 32 tokens reached.
+        uncompared: Layers and experts of the model whose outputs could not be compared, by path.
         why_whole: Why the models were in memory as a whole; "" if they were not.
     """
 
@@ -139,6 +140,7 @@ class ModelComparison:
     blocks: tuple[BlockComparison, ...] = ()
     unseen: tuple[str, ...] = ()
     few: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
     why_whole: str = ""
 
     @property
@@ -184,6 +186,7 @@ def with_outputs(comparison: ModelComparison, outputs: OutputComparison) -> Mode
         blocks=blocks,
         unseen=outputs.unseen,
         few=outputs.few,
+        uncompared=outputs.uncompared,
         why_whole=outputs.why_whole,
     )
 

@@ -51,6 +51,8 @@ class OutputComparison:
         end: Agreement at the output; None for a model without logits.
         unseen: Experts that no token reached.
         few: Experts that fewer than 32 tokens reached.
+        uncompared: Layers and experts of the reference for which the candidate has nothing of the
+            same form, so that they have no isolated error.
         why_whole: Why the models were in memory as a whole; "" if they were not.
     """
 
@@ -60,6 +62,7 @@ class OutputComparison:
     end: EndMetrics | None
     unseen: tuple[str, ...] = ()
     few: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
     why_whole: str = ""
 
 
@@ -95,10 +98,10 @@ def compare_running(
             source,
             device=device,
             dtype=dtype,
-            round_inputs=source is candidate,
+            round_inputs=is_candidate,
             trust_remote_code=trust_remote_code,
         )
-        for source in (reference, candidate)
+        for source, is_candidate in ((reference, False), (candidate, True))
     )
     _check_alike(*models)
     check_sequences(models[0].model, sequences)
@@ -155,6 +158,7 @@ class _Run:
     injected: dict[str, OutputErrors] = field(default_factory=dict)
     propagated: dict[str, OutputErrors] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
+    uncompared: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._states: list[Tensor | None] = [None] * len(self.batches)
@@ -209,12 +213,15 @@ class _Run:
         handles: list[Any] = []
         for path, module in reference.items():
             other = candidate.get(path)
-            if other is None:
+            is_experts = isinstance(module, FusedExperts)
+            if not is_experts and (not _is_linear(module) or _is_inside(path, reference)):
                 continue
             if isinstance(module, FusedExperts) and isinstance(other, FusedExperts):
                 handles += self._expert_hooks(path, module, other)
-            elif _is_linear(module) and _is_linear(other) and not _is_inside(path, reference):
+            elif not is_experts and other is not None and _is_linear(other):
                 handles.append(module.register_forward_hook(self._linear_hook(path, other)))
+            else:
+                self.uncompared[path] = None
         try:
             yield
         finally:
@@ -261,6 +268,7 @@ class _Run:
             end=self._end.metrics(),
             unseen=tuple(name for name, count in counts if not count),
             few=tuple(name for name, count in counts if 0 < count < FEWEST_TOKENS),
+            uncompared=tuple(self.uncompared),
             why_whole=why_whole,
         )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from quantload.quant.activation import fake_quantize
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import InputScheme
+from quantload.runtime.packed_linear import PackedLinear, why_not_16_bit
 
 if TYPE_CHECKING:
     from quantload.runtime.kernels.byte_layout import PackedBytes
@@ -41,7 +40,7 @@ class ByteGemm:
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 0):
             return f"needs compute capability 8.0, found {capability[0]}.{capability[1]}"
-        return _why_not_dtype(weight, dtype) or why_not_packed(weight)
+        return why_not_16_bit(weight, dtype) or why_not_packed(weight)
 
     def pack(
         self,
@@ -59,15 +58,7 @@ class ByteGemm:
         return ByteLinear(pack(weight, device=device), input)
 
 
-def _why_not_dtype(weight: QuantTensor, dtype: torch.dtype) -> str | None:
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"inputs are {dtype}, the kernel takes bfloat16 and float16"
-    if torch.finfo(weight.rounded_to).eps > torch.finfo(dtype).eps:
-        return f"values are rounded to {weight.rounded_to}, which shows in {dtype}"
-    return None
-
-
-class ByteLinear(nn.Module):
+class ByteLinear(PackedLinear):
     """y = x' @ W^T + bias with a weight of one byte an element.
 
     Args:
@@ -75,11 +66,11 @@ class ByteLinear(nn.Module):
         input: How x is rounded before the product; None leaves it as it is.
     """
 
+    packed: PackedBytes
+
     def __init__(self, packed: PackedBytes, input: InputScheme | None) -> None:
-        super().__init__()
-        self.packed, self.input = packed, input
-        for name, part in packed.tensors().items():
-            self.register_buffer(name, part)
+        super().__init__(packed)
+        self.input = input
 
     @property
     def layout(self) -> str:
@@ -94,13 +85,6 @@ class ByteLinear(nn.Module):
         from quantload.runtime.kernels.byte_settings import functions_for
 
         return functions_for(self.packed, tokens)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ByteLinear:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.packed = replace(
-            self.packed, **{name: getattr(self, name) for name in self.packed.tensors()}
-        )
-        return self
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map x [..., K] to [..., N]."""

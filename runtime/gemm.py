@@ -9,8 +9,7 @@ multiplies. The other rows agree with it up to rounding in the dtype of x, which
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -24,6 +23,7 @@ from quantload.runtime.byte_gemm import ByteGemm
 from quantload.runtime.cpu_gemm import CpuInt4, CpuInt8, CpuInt8Inputs
 from quantload.runtime.nibble_gemm import NibbleGemm
 from quantload.runtime.nibble_rounded_gemm import NibbleRoundedGemm
+from quantload.runtime.packed_linear import PackedLinear
 from quantload.runtime.rounded_gemm import RoundedGemm
 
 if TYPE_CHECKING:
@@ -155,12 +155,12 @@ class TritonWeightOnly:
         return _TritonLinear(pack_weight_only(weight.to(device), device=device), input, dtype)
 
 
-class _TritonLinear(nn.Module):
+class _TritonLinear(PackedLinear):
+    packed: PackedWeight
+
     def __init__(self, packed: PackedWeight, input: InputScheme | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.packed, self.input, self.dtype = packed, input, dtype
-        for name, part in packed.tensors().items():
-            self.register_buffer(name, part)
+        super().__init__(packed)
+        self.input, self.dtype = input, dtype
 
     @property
     def layout(self) -> str:
@@ -174,12 +174,6 @@ class _TritonLinear(nn.Module):
         from quantload.runtime.kernels.weight_only import kernels_for
 
         return kernels_for(self.packed, tokens, self.dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _TritonLinear:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        moved = {name: getattr(self, name) for name in self.packed.tensors()}
-        self.packed = replace(self.packed, **moved)
-        return self
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         from quantload.runtime.kernels.weight_only import weight_only_linear

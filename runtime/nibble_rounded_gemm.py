@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import InputScheme
+from quantload.runtime.packed_linear import PackedLinear, why_not_16_bit
 
 if TYPE_CHECKING:
     from quantload.runtime.kernels.nibble_rounded_layout import PackedForBytes
@@ -42,7 +42,7 @@ class NibbleRoundedGemm:
         return (
             _why_not_input(input)
             or _why_not_card(input, torch.cuda.get_device_capability(device))
-            or _why_not_dtype(weight, dtype)
+            or why_not_16_bit(weight, dtype)
             or why_not_packed(weight, floats=input.grid.is_float8)
         )
 
@@ -84,15 +84,7 @@ def _why_not_card(input: InputScheme, capability: tuple[int, int]) -> str | None
     )
 
 
-def _why_not_dtype(weight: QuantTensor, dtype: torch.dtype) -> str | None:
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"results are {dtype}, the kernel gives bfloat16 and float16"
-    if torch.finfo(weight.rounded_to).eps > torch.finfo(dtype).eps:
-        return f"values are rounded to {weight.rounded_to}, which shows in {dtype}"
-    return None
-
-
-class NibbleRoundedLinear(nn.Module):
+class NibbleRoundedLinear(PackedLinear):
     """y = x' @ W^T + bias, x' the input rounded to bytes with a scale a token.
 
     Args:
@@ -101,14 +93,13 @@ class NibbleRoundedLinear(nn.Module):
         dtype: Of x and of the result.
     """
 
+    packed: PackedForBytes
     # takes the largest over the processes that hold the other columns, where there are some
     exchange_max: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, packed: PackedForBytes, input: InputScheme, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.packed, self.input, self.dtype = packed, input, dtype
-        for name, part in packed.tensors().items():
-            self.register_buffer(name, part)
+        super().__init__(packed)
+        self.input, self.dtype = input, dtype
 
     @property
     def layout(self) -> str:
@@ -123,13 +114,6 @@ class NibbleRoundedLinear(nn.Module):
         from quantload.runtime.kernels.nibble_rounded_settings import functions_for
 
         return ("quantize_tokens", *functions_for(self.packed, tokens)) if tokens else ()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NibbleRoundedLinear:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.packed = replace(
-            self.packed, **{name: getattr(self, name) for name in self.packed.tensors()}
-        )
-        return self
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map x [..., K] to [..., N]."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +13,7 @@ from quantload.quant.grid import INT8
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scales import minmax_scale
 from quantload.quant.scheme import InputScheme
+from quantload.runtime.packed_linear import PackedLinear
 
 if TYPE_CHECKING:
     from quantload.runtime.kernels.rounded_weight import PackedRounded
@@ -61,7 +61,7 @@ class RoundedGemm:
         return RoundedLinear(pack(weight, input, device=device), input, dtype)
 
 
-class RoundedLinear(nn.Module):
+class RoundedLinear(PackedLinear):
     """y = x' @ W^T + bias, the codes of both multiplied.
 
     Args:
@@ -71,15 +71,14 @@ class RoundedLinear(nn.Module):
         dtype: dtype of the result.
     """
 
+    packed: PackedRounded
     differentiable = False
     # set where other processes hold the other columns: takes the largest over them
     exchange_max: Callable[[Tensor], Tensor] | None
 
     def __init__(self, packed: PackedRounded, input: InputScheme, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.packed, self.input, self.dtype, self.exchange_max = packed, input, dtype, None
-        for name, part in packed.tensors().items():
-            self.register_buffer(name, part)
+        super().__init__(packed)
+        self.input, self.dtype, self.exchange_max = input, dtype, None
 
     @property
     def layout(self) -> str:
@@ -95,12 +94,6 @@ class RoundedLinear(nn.Module):
         from quantload.runtime.kernels.rounded import kernels_for
 
         return kernels_for(self.packed, self.input, tokens, self.dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoundedLinear:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        moved = {name: getattr(self, name) for name in self.packed.tensors()}
-        self.packed = replace(self.packed, **moved)
-        return self
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map x [..., K] to [..., N].

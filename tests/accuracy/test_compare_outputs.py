@@ -116,6 +116,16 @@ def test_experts_are_compared_one_by_one_and_unseen_ones_are_named(tmp_path):
     assert all(name.count(".experts.") == 1 for name in found.unseen)
 
 
+def test_experts_in_another_form_are_named(tmp_path):
+    """A candidate in full precision keeps the model's own experts, which cannot be watched."""
+    source = tiny_moe(tmp_path / "source")
+    found = running(source, source, [[1, 5]])
+    assert found.uncompared == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
+    assert not any(".experts." in name for name in found.isolated)
+    output = api.convert(source, tmp_path / "out", "W4A16:g32").folder
+    assert running(source, output, [[1, 5]]).uncompared == ()
+
+
 def test_values_that_are_not_finite(folders, tmp_path):
     source, _ = folders
     tensors = load_file(source / "model.safetensors")
