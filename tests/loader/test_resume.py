@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 import quantload.loader.tasks as tasks_module
 from quantload.errors import CheckpointError, HeaderError, OutputError
-from quantload.loader import row_reader
 from quantload.loader.convert import run_plan
 from quantload.loader.convert_task import TaskRunner
 from quantload.loader.staging import Staging
@@ -246,6 +245,20 @@ def _fails_at(call, number):
     return before
 
 
+def _reads_fail_at(call, file):
+    """The numbered read of this one file fails: finished output is read back in between."""
+    preadv, count = os.preadv, [0]
+
+    def reading(descriptor, *arguments):
+        if os.path.samestat(os.fstat(descriptor), file.stat()):
+            count[0] += 1
+            if count[0] == call:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, *arguments)
+
+    return reading
+
+
 @pytest.mark.parametrize("call", [1, 7, 19, 24])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_disk_that_fails(tmp_path, source, whole, monkeypatch, call, number):
@@ -266,12 +279,11 @@ def test_a_disk_that_fails(tmp_path, source, whole, monkeypatch, call, number):
 
 @pytest.mark.parametrize("call", [1, 4, 14])
 def test_a_source_that_cannot_be_read(tmp_path, source, whole, monkeypatch, call):
+    file = source / "model.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", os.preadv)
-        _counted(row_reader.os, "preadv", _fails_at(call, errno.EIO))
+        patch.setattr(os, "preadv", _reads_fail_at(call, file))
         with pytest.raises(CheckpointError) as caught:
             run_plan(_plan(source), tmp_path / "out", Silent(), ONE)
-    file = source / "model.safetensors"
     assert str(caught.value) == f"cannot read `{file}`: Input/output error"
     assert (tmp_path / ".out.unfinished").exists() is (call > 1)
     _continued(_plan(source), tmp_path / "out")
