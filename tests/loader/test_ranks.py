@@ -40,14 +40,16 @@ def _die():
     TaskRunner.run = dying
 
 
-def _fail_to_read():
-    preadv, count = os.preadv, [0]
+def _fail_to_read(source):
+    """The fourth read of this checkpoint fails: finished output is read back in between."""
+    preadv, count, file = os.preadv, [0], source / "model.safetensors"
 
-    def failing(*arguments):
-        count[0] += 1
-        if count[0] == 4:
-            raise OSError(5, "Input/output error")
-        return preadv(*arguments)
+    def failing(descriptor, *arguments):
+        if os.path.samestat(os.fstat(descriptor), file.stat()):
+            count[0] += 1
+            if count[0] == 4:
+                raise OSError(5, "Input/output error")
+        return preadv(descriptor, *arguments)
 
     os.preadv = failing
 
@@ -144,7 +146,8 @@ def test_a_process_that_is_killed_fails_the_others(tmp_path, source, whole, kill
 
 
 def test_an_error_of_one_process_is_told_by_all(tmp_path, source, whole):
-    (first, text), (second, cause) = _start(source, tmp_path / "out", before={1: _fail_to_read})
+    failing = {1: partial(_fail_to_read, source)}
+    (first, text), (second, cause) = _start(source, tmp_path / "out", before=failing)
     assert (first, second) == (2, 2)
     message = f"cannot read `{source / 'model.safetensors'}`: Input/output error"
     assert f"error: {message}" in cause
@@ -167,7 +170,8 @@ def _take_long():
 
 
 def test_an_error_of_one_process_stops_the_others_soon(tmp_path, source):
-    ended = _start(source, tmp_path / "out", before={0: _take_long, 1: _fail_to_read})
+    failing = {0: _take_long, 1: partial(_fail_to_read, source)}
+    ended = _start(source, tmp_path / "out", before=failing)
     assert [status for status, _ in ended] == [2, 2]
     assert "error: process 1 failed: cannot read" in ended[0][1]
     share = share_of(tasks_of(plan_of(source, "NVFP4A16", max_shard_bytes=30_000)), 0, 2)
