@@ -30,6 +30,7 @@ from torch import Tensor
 
 from quantload.quant.measure import Measured, measure
 from quantload.quant.qtensor import QuantTensor
+from quantload.quant.step_errors import StepErrors, num_values, step_errors
 
 _ROWS_AT_ONCE = 1 << 22  # elements that are measured at a time
 _FEWEST_LAYERS = 4  # that say what is usual
@@ -47,12 +48,23 @@ class Rounding:
         max_steps: Largest error in steps between neighbouring codes.
         block_excess: Largest noise of a row's part that shares a scale, in units of its rounding.
         row_excess: Noise in units of its rounding that nine of ten rows stay below.
+        histogram: Elements by signed error in steps: [0] below -1, [1] to [40] in bins of 0.05
+            from -1 to 1 that hold their lower end, [41] from 1 on.
+        bias: Mean signed error in steps; infinite where a step is 0 and the weight is not.
+        rail_share: Share of the codes at the ends of the grid, where what lies beyond is clipped.
+        codes_used: Values of the grid that occur.
+        codes: Values that the grid has.
     """
 
     beyond: int
     max_steps: float
     block_excess: float
     row_excess: float
+    histogram: tuple[int, ...] = ()
+    bias: float = 0.0
+    rail_share: float = 0.0
+    codes_used: int = 0
+    codes: int = 0
 
 
 def rounding_of(candidate: QuantTensor, values: Tensor, reference: Tensor) -> Rounding | None:
@@ -66,14 +78,18 @@ def rounding_of(candidate: QuantTensor, values: Tensor, reference: Tensor) -> Ro
     height = candidate.block[0]
     step = max(1, _ROWS_AT_ONCE // max(candidate.shape[1], 1) // height) * height
     parts: list[Measured] = []
+    counts: StepErrors | None = None
     for start in range(0, candidate.shape[0], step):
         stop = min(start + step, candidate.shape[0])
-        found = measure(
-            candidate.rows(start, stop), values[start:stop], reference[start:stop], nearest=True
-        )
+        part, original = candidate.rows(start, stop), reference[start:stop]
+        found = measure(part, values[start:stop], original, nearest=True)
         if found is None:
             return None
         parts.append(found)
+        counted = step_errors(part, values[start:stop], original)
+        assert counted is not None, "what is measured has steps"
+        counts = counted if counts is None else counts + counted
+    assert counts is not None, "a weight has rows"
     noise, rounding = (
         torch.cat([getattr(part, name) for part in parts]) for name in ("noise", "rounding")
     )
@@ -82,6 +98,11 @@ def rounding_of(candidate: QuantTensor, values: Tensor, reference: Tensor) -> Ro
         max_steps=max(part.max_steps for part in parts),
         block_excess=max(part.block_excess for part in parts),
         row_excess=float((noise / rounding.clamp(min=sys.float_info.min)).quantile(0.9)),
+        histogram=tuple(counts.bins.tolist()),
+        bias=counts.bias,
+        rail_share=counts.rail_share(candidate.grid),
+        codes_used=counts.num_used(candidate.grid),
+        codes=num_values(candidate.grid),
     )
 
 

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -188,18 +187,9 @@ def pack_eight_rows(codes: Tensor) -> Tensor | None:
     return packed
 
 
-def measure_rows(*arguments: Any) -> bool:  # noqa: ANN401 - arrays and numbers
-    """Measure the errors of rows, see `compiled_errors.measure_rows` for the arguments.
-
-    Returns:
-        False if numba cannot be used, or is not worth its start yet.
-    """
-    if _modules_for(arguments[0].size) is None:
-        return False
-    from quantload.quant import compiled_errors
-
-    compiled_errors.measure_rows(*arguments)
-    return True
+def is_ready(elements: int) -> bool:
+    """True if loops can be used, and are worth numba's start for this many elements more."""
+    return _modules_for(elements) is not None
 
 
 def search_blocks(  # noqa: PLR0913 - what the loops need

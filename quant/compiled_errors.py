@@ -13,13 +13,14 @@ from numba.extending import overload
 from quantload.quant.compiled_jit import Kernel, in_any_order, inlined
 
 _EXPONENT = 0x7FF0000000000000  # of a float64: what is left is its power of two
+_AT_ONCE = 128  # elements among which the few are counted that need a closer look
 
 
-def _widen(source, target):
+def widen(source, target):
     """Copy a row of float32 numbers, or of the bits of bfloat16 ones, to float32."""
 
 
-@overload(_widen, inline="never")
+@overload(widen, inline="never")
 def _widen_typed(source, target):
     if source.dtype == types.uint16:
 
@@ -58,30 +59,61 @@ def _most_steps(code, zero, half, is_end, value, wanted, scale, slack, limits):
     return most / (2 * half) * (1 + 1e-12)
 
 
+# The largest of floats without sign is that of their bits as integers: only that is found for
+# several elements at a time.
+
+
 @in_any_order
 def _sum_part(values, target, errors):
     """Fill the errors of a part of a row; return noise, signal and the largest error."""
-    noise = signal = largest = 0.0
+    noise = signal = 0.0
+    largest = np.int64(0)
     for k in range(values.size):
         wanted = np.float64(target[k])
         error = abs(np.float64(values[k]) - wanted)
         errors[k] = error
         noise += error * error
         signal += wanted * wanted
-        largest = error if error > largest else largest
-    return noise, signal, largest
+        largest = max(largest, np.float64(error).view(np.int64))
+    return noise, signal, np.int64(largest).view(np.float64)
 
 
 @in_any_order
 def _in_steps(errors, codes, half_steps, scale):
     """Sum of squared steps, and the largest error in steps, on a grid that is not even."""
-    squares = worst = 0.0
+    squares = 0.0
+    worst = np.int64(0)
     for k in range(errors.size):
         size = 2 * half_steps[codes[k]] * scale
         squares += size * size
-        steps = errors[k] / size
-        worst = steps if steps > worst else worst
-    return squares, worst
+        steps = errors[k] / size if errors[k] != 0 else 0.0
+        worst = max(worst, np.float64(steps).view(np.int64))
+    return squares, np.int64(worst).view(np.float64)
+
+
+@in_any_order
+def _count_above(errors, values, codes, allowed, scale, eps, smallest):
+    """Number of errors above what is allowed to their code and to the rounding of their value."""
+    count = 0
+    least = np.int64(np.float64(smallest).view(np.int64) & _EXPONENT)
+    for k in range(errors.size):
+        exponent = max(np.float64(values[k]).view(np.int64) & _EXPONENT, least)
+        of_value = np.int64(exponent).view(np.float64) * (eps / 2)
+        count += errors[k] > allowed[codes[k]] * scale + of_value
+    return count
+
+
+@inlined
+def _always_allowed(tables, limits):
+    """By code, an error in units of the scale that rounding may leave whatever else is known."""
+    eps, smallest, has_zeros = limits[0], limits[1], limits[5]
+    allowed = tables[1].copy()
+    for code in range(allowed.size):
+        of_quotient = 0.0 if has_zeros else _half_ulp(
+            abs(tables[0, code]) + 2 * allowed[code], eps, smallest
+        )
+        allowed[code] += of_quotient
+    return allowed
 
 
 def _measure_rows(values, target, codes, scales, block, tables, limits, nearest, sums, counts):
@@ -108,10 +140,11 @@ def _measure_rows(values, target, codes, scales, block, tables, limits, nearest,
     found, wanted = np.empty(columns, np.float32), np.empty(columns, np.float32)
     errors = np.empty(columns, np.float64)
     is_even = tables[1].min() == tables[1].max()
+    allowed = _always_allowed(tables, limits)
     for n in range(values.shape[0]):
         r = n // height
-        _widen(values[n], found)
-        _widen(target[n], wanted)
+        widen(values[n], found)
+        widen(target[n], wanted)
         noise = rounding = signal = largest = worst = excess = 0.0
         beyond = 0
         for g in range(sizes.shape[1]):
@@ -133,11 +166,21 @@ def _measure_rows(values, target, codes, scales, block, tables, limits, nearest,
                 excess = max(excess, 12 * of_part[0] / squares)
             if not nearest or not inside > 0.5:
                 continue
-            for k in range(start, stop):
-                if is_even and errors[k] <= size / 2:
-                    continue
-                code = codes[n, k]
-                if errors[k] > tables[1, code] * scale:
+            for first in range(start, stop, _AT_ONCE):
+                last = min(first + _AT_ONCE, stop)
+                count = _count_above(
+                    errors[first:last],
+                    found[first:last],
+                    codes[n, first:last],
+                    allowed,
+                    scale,
+                    limits[2],
+                    limits[3],
+                )
+                for k in range(first, last if count else first):
+                    code = codes[n, k]
+                    if not errors[k] > allowed[code] * scale:
+                        continue
                     most = _most_steps(
                         tables[0, code],
                         zeros[r, g],

@@ -228,9 +228,10 @@ def _measure_compiled(
 ) -> Measured | None:
     """Measure without temporaries; None where there is no loop for it."""
     sizes = scale_sizes(part)
-    is_plain = part.device.type == "cpu" and part.offset is None and part.codes.numel() > 0
-    if sizes is None or not is_plain or not {values.dtype, target.dtype} <= set(_EXACT):
+    if sizes is None or not fits_loops(part, values, target):
         return None
+    from quantload.quant.compiled_errors import measure_rows  # numba: a second
+
     block = (part.block[0] if sizes.shape[0] == part.scale.shape[0] else 1, part.block[1])
     zeros = torch.zeros_like(sizes)
     if part.zero is not None:
@@ -249,9 +250,9 @@ def _measure_compiled(
     )
     rows = part.shape[0]
     sums, beyond = np.zeros((rows, 6)), np.zeros(rows, np.int64)
-    done = compiled.measure_rows(
-        _floats(values),
-        _floats(target),
+    measure_rows(
+        array_of_floats(values),
+        array_of_floats(target),
         part.codes.contiguous().view(torch.uint8).numpy(),
         (sizes.numpy(), zeros.numpy(), slack.contiguous().numpy()),
         block,
@@ -261,8 +262,6 @@ def _measure_compiled(
         sums,
         beyond,
     )
-    if not done:
-        return None
     found = torch.from_numpy(sums)
     return Measured(
         noise=found[:, 0],
@@ -277,7 +276,17 @@ def _measure_compiled(
     )
 
 
-def _floats(tensor: Tensor) -> np.ndarray:
+def fits_loops(part: QuantTensor, values: Tensor, target: Tensor) -> bool:
+    """True if compiled loops read these, and are worth their start; scales are another matter."""
+    is_plain = part.device.type == "cpu" and part.offset is None and part.codes.numel() > 0
+    return (
+        is_plain
+        and {values.dtype, target.dtype} <= set(_EXACT)
+        and compiled.is_ready(values.numel())
+    )
+
+
+def array_of_floats(tensor: Tensor) -> np.ndarray:
     """Return float32 numbers, or the bits of bfloat16 ones."""
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.uint16).numpy()

@@ -83,6 +83,26 @@ def test_zero_points_off_by_one():
     assert list(found) == ["1"]
 
 
+def test_histogram_of_rounding_to_nearest():
+    """Even between -0.5 and 0.5, but for the largest of each group, which is exact."""
+    weight = weights()[0]
+    found = rounding_of(
+        quantized := quantize_rtn(weight, parse_scheme("W4A16").weight),
+        quantized.dequantize(),
+        weight,
+    )
+    assert sum(found.histogram) == weight.numel()
+    assert len(found.histogram) == 42
+    inside = found.histogram[11:31]
+    assert sum(inside) > 0.99 * weight.numel()
+    assert max(inside) < 1.5 * min(inside)
+    assert abs(found.bias) < 0.01
+    assert (found.codes, found.codes_used) == (16, 16)
+    codes = quantized.codes
+    at_ends = float(((codes <= -7) | (codes == 7)).float().mean())
+    assert found.rail_share == pytest.approx(at_ends)
+
+
 def rounding(*, beyond=9, max_steps=5.0, block_excess=2.0, row_excess=1.0):
     return Rounding(
         beyond=beyond, max_steps=max_steps, block_excess=block_excess, row_excess=row_excess
