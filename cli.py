@@ -33,6 +33,7 @@ from quantload.cli_options import (
     warn,
 )
 from quantload.cli_stats import stats
+from quantload.cli_tokens import read_tokens, token_options
 from quantload.cli_tune import tune
 from quantload.errors import ConfigError, NotComparable, QuantloadError
 
@@ -166,10 +167,7 @@ def _verify_files(output: str, *, as_json: bool, quiet: bool) -> None:
 @main.command()
 @click.argument("reference")
 @click.argument("candidate")
-@click.option("--data", type=click.Path(path_type=Path), help="Text file to run through both.")
-@click.option("--token-ids", type=click.Path(path_type=Path), help="JSON file: lists of token ids.")
-@click.option("--prompt", "prompts", multiple=True, help="Text to run through both; repeatable.")
-@click.option("--max-tokens", default=4096, show_default=True, help="Tokens to run at most.")
+@token_options(max_tokens=4096)
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
 @click.option("--dtype", default="float32", show_default=True, help="dtype of the runs.")
 @click.option("--markdown", is_flag=True, help="Print Markdown, for a pull request or a file.")
@@ -181,13 +179,7 @@ def compare(reference: str, candidate: str, **flags: Any) -> None:  # noqa: ANN4
     from quantload import api, cli_compare, cli_output
     from quantload.loader.model_dtype import parse_dtype
 
-    sequences = cli_compare.read_sequences(
-        data=flags["data"],
-        token_ids=flags["token_ids"],
-        prompts=flags["prompts"],
-        tokenizer=lambda: api.load_tokenizer(reference),
-        max_tokens=flags["max_tokens"],
-    )
+    sequences = read_tokens(reference, flags)
     with cli_output.BarProgress(quiet=flags["quiet"]) as progress:
         result = api.compare(
             reference,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantload.cli_options import JSON, QUIET
+from quantload.cli_tokens import read_tokens, token_options
 from quantload.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
@@ -19,15 +20,7 @@ if TYPE_CHECKING:
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--bits", type=click.FloatRange(min=0), required=True, help="Bits of a weight.")
 @click.option("--schemes", required=True, help="Names with commas between: W4A16,W8A16,keep")
-@click.option("--data", type=click.Path(path_type=Path), help="Text or .jsonl to run.")
-@click.option("--token-ids", type=click.Path(path_type=Path), help="JSON file: lists of token ids.")
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(min=4),
-    default=2048,
-    show_default=True,
-    help="Tokens to run at most; without --data and --token-ids, tokens that the model makes up.",
-)
+@token_options(max_tokens=2048, least=4, without="tokens that the model makes up")
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it is there.")
 @JSON
@@ -68,26 +61,12 @@ def allocate(
 
 
 def _sequences(source: str, flags: dict[str, Any]) -> list[list[int]]:
-    from quantload import api
-    from quantload.api_load import parse_device
-    from quantload.api_stats import cut_tokens, generated_tokens
-    from quantload.cli_stats import sequences_of
-
-    found = sequences_of(
-        data=flags["data"],
-        token_ids=flags["token_ids"],
-        tokenizer=lambda: api.load_tokenizer(source),
-    )
-    if found is None:
-        return generated_tokens(
-            api.inspect(source), flags["max_tokens"], device=parse_device(flags["device"])
-        )
-    kept = cut_tokens(found, flags["max_tokens"])
+    kept = read_tokens(source, flags, generate=True)
     if len(kept) == 1:  # half to score, half to judge
         middle = len(kept[0]) // 2
         kept = [kept[0][:middle], kept[0][middle:]]
-    if len(kept) < 2:
-        raise ConfigError("there are no tokens", hint="give a longer text")
+    if not all(kept):
+        raise ConfigError("one token cannot both score and judge", hint="give a longer text")
     return kept
 
 

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import click
 
 from quantload.cli_options import JSON, QUIET
+from quantload.cli_tokens import read_tokens, token_options
 from quantload.errors import counted, listed
 
 if TYPE_CHECKING:
@@ -27,16 +28,7 @@ def baseline() -> None:
 @click.argument("reference")
 @click.argument("candidate")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--data", type=click.Path(path_type=Path), help="Text or .jsonl to run through both.")
-@click.option("--token-ids", type=click.Path(path_type=Path), help="JSON file: lists of token ids.")
-@click.option("--generated", is_flag=True, help="Run tokens that REFERENCE makes up (seeded).")
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    default=2048,
-    show_default=True,
-    help="Tokens to run at most.",
-)
+@token_options(max_tokens=2048)
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE: accept what CANDIDATE has lost.")
 @JSON
@@ -52,7 +44,7 @@ def write(
 ) -> None:
     """Measure every layer of CANDIDATE against REFERENCE and write that to FILE.
 
-    With --data, --token-ids or --generated both also run, and outputs of layers, KL and top-1
+    With tokens (--data, --generated, ...) both also run, and outputs of layers, KL and top-1
     agreement are kept; the token ids are in FILE, so that every check runs the same.
     """
     from quantload import api_baseline
@@ -63,7 +55,7 @@ def write(
             reference,
             candidate,
             file,
-            sequences=_sequences(reference, flags),
+            sequences=read_tokens(reference, flags),
             device=flags["device"],
             overwrite=overwrite,
             progress=progress,
@@ -75,28 +67,6 @@ def write(
         f"{file}: {counted(len(made.layers), 'layer')} of {made.candidate} against "
         f"{made.reference}, {made.bits_per_weight:.2f} bits a weight"
     )
-
-
-def _sequences(reference: str, flags: dict[str, Any]) -> list[list[int]]:
-    from quantload import api
-    from quantload.api_load import parse_device
-    from quantload.api_stats import cut_tokens, generated_tokens
-    from quantload.cli_stats import sequences_of
-
-    found = sequences_of(
-        data=flags["data"],
-        token_ids=flags["token_ids"],
-        tokenizer=lambda: api.load_tokenizer(reference),
-    )
-    if found is None and not flags["generated"]:
-        return []
-    if found is None:
-        return generated_tokens(
-            api.inspect(reference),
-            flags["max_tokens"],
-            device=parse_device(flags["device"]),
-        )
-    return cut_tokens(found, flags["max_tokens"])
 
 
 @baseline.command()

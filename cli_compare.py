@@ -1,88 +1,17 @@
-"""The `compare` command: what is run, and how the result is shown."""
+"""How the result of the `compare` command is shown."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from quantload.accuracy.compare import LayerComparison, ModelComparison
 from quantload.accuracy.end_metrics import EndMetrics
 from quantload.cli_output import console, finite, make_table
-from quantload.errors import ConfigError, listed
+from quantload.errors import listed
 from quantload.quant.metrics import ErrorSums
 
-_SEQUENCE_TOKENS = 512
 _SHOWN = 10
-
-
-def read_sequences(
-    *,
-    data: Path | None,
-    token_ids: Path | None,
-    prompts: Sequence[str],
-    tokenizer: Callable[[], Any],
-    max_tokens: int,
-) -> list[list[int]]:
-    """Return the token sequences that the user asked for, at most `max_tokens` in all.
-
-    Args:
-        data: Text file; it is cut into sequences of 512 tokens.
-        token_ids: JSON file with a list of lists, or an object with that under "ids".
-        prompts: Texts, one sequence each.
-        tokenizer: Loads the tokenizer of the reference; called only if there is text.
-        max_tokens: Sequences are cut at this many tokens in all.
-
-    Raises:
-        ConfigError: A file cannot be read or is not of this form.
-    """
-    sequences: list[list[int]] = []
-    if token_ids is not None:
-        sequences += _read_ids(token_ids)
-    texts = list(prompts)
-    if data is not None:
-        try:
-            texts.append(data.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read `{data}`: {error}") from error
-    if texts:
-        encode = tokenizer()
-        for text in texts:
-            ids = encode(text)["input_ids"]
-            sequences += [
-                ids[i : i + _SEQUENCE_TOKENS] for i in range(0, len(ids), _SEQUENCE_TOKENS)
-            ]
-    return _cut(sequences, max_tokens)
-
-
-def _read_ids(file: Path) -> list[list[int]]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read token ids from `{file}`: {error}") from error
-    ids = content.get("ids") if isinstance(content, dict) else content
-    good = isinstance(ids, list) and all(
-        isinstance(row, list) and row and all(isinstance(number, int) for number in row)
-        for row in ids
-    )
-    if not good or not ids:
-        raise ConfigError(
-            f"`{file}` does not hold token ids, expected a list of lists of numbers, or an object "
-            "with that under `ids`"
-        )
-    return [list(row) for row in ids]
-
-
-def _cut(sequences: list[list[int]], max_tokens: int) -> list[list[int]]:
-    kept = []
-    for ids in sequences:
-        if max_tokens <= 0:
-            break
-        kept.append(ids[:max_tokens])
-        max_tokens -= len(kept[-1])
-    return [ids for ids in kept if ids]
 
 
 # -- showing ---------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ COMMAND_LINE = {  # one part, in several files
         "cli_explain",
         "cli_model",
         "cli_stats",
+        "cli_tokens",
     ),
     "cli_tune",
 }
@@ -117,6 +118,7 @@ PUBLIC_NAMES = [
     "stats",
     "verify",
 ]
+TOKENS = ("--data", "--token-ids", "--prompt", "--prompts", "--generated", "--max-tokens")
 OPTIONS = {
     "bench": {
         *("model", "--synthetic", "--layers", "--batch", "--prompt-tokens", "--new-tokens"),
@@ -124,12 +126,12 @@ OPTIONS = {
         *("--trust-remote-code", "--json", "--quiet"),
     },
     "allocate": {
-        *("source", "output", "--bits", "--schemes", "--data", "--token-ids", "--max-tokens"),
+        *("source", "output", "--bits", "--schemes", *TOKENS),
         *("--device", "--overwrite", "--json", "--quiet"),
     },
     "baseline": set(),
     "compare": {
-        *("reference", "candidate", "--data", "--token-ids", "--prompt", "--max-tokens", "--all"),
+        *("reference", "candidate", *TOKENS, "--all"),
         *("--markdown", "--json", "--quiet", "--device", "--dtype"),
     },
     "convert": {
@@ -159,7 +161,7 @@ OPTIONS = {
     },
     "schemes": set(),
     "stats": {
-        *("source", "output", "--data", "--token-ids", "--max-tokens", "--device", "--dtype"),
+        *("source", "output", *TOKENS, "--device", "--dtype"),
         *("--overwrite", "--trust-remote-code", "--json", "--quiet"),
     },
     "tune": {

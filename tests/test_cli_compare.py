@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 
 from quantload import api
 from quantload.cli import main
-from quantload.cli_compare import read_sequences
-from quantload.errors import ConfigError
 
 WORST = "model.layers."
 
@@ -117,30 +115,3 @@ def test_other_architectures_exit_with_3(folders, tmp_path):
     done = run(folders[0], tiny.write(tmp_path / "other", content, tensors))
     assert done.exit_code == 3
     assert "`model_type` is `mistral`, expected `llama`" in done.stderr
-
-
-def read(**arguments):
-    given = {"data": None, "token_ids": None, "prompts": (), "max_tokens": 100}
-    return read_sequences(
-        **{**given, **arguments},
-        tokenizer=lambda: lambda text: {"input_ids": [ord(letter) for letter in text]},
-    )
-
-
-def test_text_is_cut_into_sequences(tmp_path):
-    (tmp_path / "text.txt").write_text("a" * 1000)
-    assert [len(s) for s in read(data=tmp_path / "text.txt", max_tokens=900)] == [512, 388]
-    assert read(prompts=("ab", "c")) == [[97, 98], [99]]
-
-
-@pytest.mark.parametrize("content", ["[]", "[[]]", '{"ids": 3}', '[["a"]]', "[1, 2]", "[["])
-def test_bad_token_ids(tmp_path, content):
-    file = tmp_path / "ids.json"
-    file.write_text(content)
-    with pytest.raises(ConfigError, match="token ids"):
-        read(token_ids=file)
-
-
-def test_text_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read `.*missing\.txt`"):
-        read(data=tmp_path / "missing.txt")

@@ -10,8 +10,6 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from quantload.cli import main
-from quantload.cli_stats import read_jsonl, sequences_of
-from quantload.errors import ConfigError
 
 DOWN = "model.layers.0.mlp.down_proj"
 
@@ -82,58 +80,3 @@ def test_convert_takes_the_file(folder, ids, tmp_path):
     modules = json.loads(done.stdout)["modules"]
     used = [m["importance"] for m in modules if m["importance"]]
     assert len(used) == 14
-
-
-class Tokenizer:
-    """A token for each letter; a chat is opened by 0."""
-
-    def __call__(self, text):
-        return {"input_ids": [ord(letter) for letter in text]}
-
-    def apply_chat_template(self, messages, *, tokenize, return_dict):
-        assert tokenize
-        assert return_dict
-        if any(message["role"] == "wrong" for message in messages):
-            raise ValueError("unknown role")
-        return {"input_ids": [0, *(ord(x) for m in messages for x in m["content"])]}
-
-
-def test_lines_of_text_and_of_chats(tmp_path):
-    file = tmp_path / "data.jsonl"
-    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    file.write_text(f"{json.dumps({'text': 'x' * 600})}\n\n{json.dumps(chat)}\n")
-    found = sequences_of(data=file, token_ids=None, tokenizer=Tokenizer)
-    assert found == [[120] * 512, [120] * 88, [0, 97, 98]]
-
-
-def test_a_text_file_and_token_ids_go_together(tmp_path, ids):
-    file = tmp_path / "data.txt"
-    file.write_text("ab")
-    found = sequences_of(data=file, token_ids=ids, tokenizer=Tokenizer)
-    assert found == [[1, 2, 3, 4], [5, 6], [97, 98]]
-    assert sequences_of(data=None, token_ids=None, tokenizer=Tokenizer) is None
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2 of `.*` is no JSON"),
-        ("[1]", "line 2 of `.*` has neither `text` nor a list of chat `messages`"),
-        ('{"text": 3}', "line 2 of `.*` has neither"),
-        ('{"messages": ["hi"]}', "line 2 of `.*` has neither"),
-        (
-            '{"messages": [{"role": "wrong", "content": ""}]}',
-            "line 2 of `.*` cannot be put into the chat template of the tokenizer: unknown role",
-        ),
-    ],
-)
-def test_lines_of_another_form(tmp_path, line, message):
-    file = tmp_path / "data.jsonl"
-    file.write_text(f'{{"text": "a"}}\n{line}\n')
-    with pytest.raises(ConfigError, match=message):
-        read_jsonl(file, Tokenizer())
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="cannot read"):
-        read_jsonl(tmp_path / "no.jsonl", Tokenizer())
