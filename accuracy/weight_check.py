@@ -161,7 +161,18 @@ def _is_same(one: QuantTensor, other: QuantTensor) -> bool:
     return (
         (one.grid, one.block, one.evaluation) == (other.grid, other.block, other.evaluation)
         and parts.keys() == others.keys()
-        and all(torch.equal(part, others[name]) for name, part in parts.items())
+        and all(_has_same_bytes(part, others[name]) for name, part in parts.items())
+    )
+
+
+def _has_same_bytes(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    # numbers of 8 bits are compared one by one, eight times as slowly as words
+    one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    words = one.numel() // 8 * 8
+    return torch.equal(one[words:], other[words:]) and torch.equal(
+        *(tensor[:words].view(torch.int64) for tensor in (one, other))
     )
 
 

@@ -109,8 +109,8 @@ def _always_allowed(tables, limits):
     eps, smallest, has_zeros = limits[0], limits[1], limits[5]
     allowed = tables[1].copy()
     for code in range(allowed.size):
-        of_quotient = 0.0 if has_zeros else _half_ulp(
-            abs(tables[0, code]) + 2 * allowed[code], eps, smallest
+        of_quotient = (
+            0.0 if has_zeros else _half_ulp(abs(tables[0, code]) + 2 * allowed[code], eps, smallest)
         )
         allowed[code] += of_quotient
     return allowed

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from quantload.errors import ShapeError
+from quantload.quant.code_values import values_of
 from quantload.quant.grid import Grid
 
 OuterUse = Literal["scale*", "scale/", "value*", "value/"]
@@ -188,7 +189,7 @@ class QuantTensor:
             dtype: dtype of the result; None keeps that of the evaluation.
         """
         working = self.evaluation.dtype
-        values = self._grouped(self.grid.values(self.codes, working))
+        values = self._grouped(values_of(self.codes, self.grid, working))
         if self.zero is not None:
             values -= self._fitting(self.zero.to(working))
         scale = self._fitting(self._scale_with_outer().to(working))

@@ -39,6 +39,7 @@ from torch import Tensor
 from quantload.errors import ConfigError, ShapeError
 from quantload.quant import compiled
 from quantload.quant.chunks import row_chunks
+from quantload.quant.code_values import values_of
 from quantload.quant.grid import Grid
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.rtn import as_blocks
@@ -330,7 +331,7 @@ def _fitted(
     """Return the scales [B, 1] that fit the codes of the best candidates, as they are stored."""
     coded = replace(quantized, scale=best.scale, zero=best.zero)
     coded = _coded(blocks, coded, _inverse(coded))
-    values = coded.grid.values(coded.codes, torch.float32)
+    values = values_of(coded.codes, coded.grid, torch.float32)
     if coded.zero is not None:
         values = values - coded.zero.to(torch.float32)
     weighted = values if counts is None else values * counts
