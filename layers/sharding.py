@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -46,6 +46,10 @@ _KINDS: dict[str, Kind] = {
     "embedding_rowwise": "vocabulary",
 }
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+# Of latent attention what has heads; the projections to the latents are whole on every rank.
+_LATENT = {"q_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+_LATENT_BOTH = {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+_GATED = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 _HEAD_SIZES = ("head_dim", "head_size")
 _CUT = ("column", "row")
 _UNPROVEN = "cannot be shared: its attention does not run under a function for any number of heads"
@@ -115,12 +119,13 @@ class ShardPlan:
 def plan_sharding(model: TransformersModel, ranks: int) -> ShardPlan:
     """Decide how the layers of a model on the meta device are shared by `ranks` ranks."""
     declared = dict(_declared(model))
-    declared |= _inferred(model, declared)
+    inferred = _inferred(model, declared)
+    declared |= inferred
     styles = {path: _style(model, path, declared.get(path), ranks) for path in _layers(model)}
     styles |= _tied(model, styles)
     styles |= _together(styles)
     plan = ShardPlan(ranks, styles, tuple(_head_vectors(model, styles, ranks)))
-    return _proven(model, plan)
+    return _proven(model, plan, inferred)
 
 
 def _layers(model: nn.Module) -> Iterator[str]:
@@ -144,18 +149,44 @@ def _declared(model: TransformersModel) -> Iterator[tuple[str, str]]:
 
 
 def _inferred(model: nn.Module, declared: Mapping[str, str]) -> dict[str, str]:
-    """Propose a style for attention blocks that the plan leaves out, such as those of gpt-oss.
+    """Propose styles for blocks that the plan leaves out, where all of a block is in sight.
 
-    Only where all of a block is in sight: its four projections, and an attention function that
-    takes any number of heads, see `use_attention`. Latent attention has others, and is left alone.
+    Attention by its four projections (gpt-oss), latent attention by what has heads (DeepSeek-V3),
+    both only under the function that takes any number of heads, see `use_attention`; and gated
+    linear units (those of Jamba).
     """
     found: dict[str, str] = {}
     for path, block in model.named_modules():
-        paths = [f"{path}.{name}" for name in _ATTENTION]
-        has_all = all(is_plain_linear(getattr(block, name, None)) for name in _ATTENTION)  # type: ignore[arg-type]
-        if has_all and _runs_ours(block) and not any(one in declared for one in paths):
-            found |= dict(zip(paths, _ATTENTION.values(), strict=True))
+        for styles in (_ATTENTION, _LATENT_BOTH, _LATENT, _GATED):
+            paths = [f"{path}.{name}" for name in styles]
+            if _is_whole(block, styles) and not any(one in declared for one in paths):
+                found |= dict(zip(paths, styles.values(), strict=True))
+                break
     return found
+
+
+def _is_whole(block: nn.Module, styles: Mapping[str, str]) -> bool:
+    """True if a block has all of these layers, and can be cut by its heads if it has some."""
+    if not all(is_plain_linear(getattr(block, name, None)) for name in styles):  # type: ignore[arg-type]
+        return False
+    if styles is _GATED:
+        return True
+    return _runs_ours(block) and (styles is _ATTENTION or _latent_heads(block) > 0)
+
+
+def _latent_heads(block: nn.Module) -> int:
+    """Return the heads of a block of latent attention; 0 of any other."""
+    heads = getattr(block, "num_heads", 0)
+    queries = getattr(block, "q_b_proj", None) or getattr(block, "q_proj", None)
+    linears = (queries, getattr(block, "kv_b_proj", None), getattr(block, "o_proj", None))
+    if not isinstance(heads, int) or heads < 1:
+        return 0
+    sizes = [
+        linear.in_features if linear is linears[-1] else linear.out_features
+        for linear in linears
+        if isinstance(linear, nn.Linear)
+    ]
+    return heads if len(sizes) == len(linears) and not any(s % heads for s in sizes) else 0
 
 
 def _runs_ours(block: nn.Module) -> bool:
@@ -198,6 +229,11 @@ def _style(model: TransformersModel, path: str, declared: str | None, ranks: int
 def _unit(model: nn.Module, path: str, size: int) -> int:
     """Return the size of a head if the layer belongs to an attention block, else 1."""
     block = model.get_submodule(path.rpartition(".")[0])
+    heads = _latent_heads(block)
+    if (
+        heads and size % heads == 0
+    ):  # those of queries, of keys with values and of values have sizes of their own
+        return size // heads
     sizes = [getattr(block, name, None) for name in _HEAD_SIZES]
     head = next((size for size in sizes if isinstance(size, int) and size > 0), 1)
     return head if size % head == 0 else 1
@@ -249,8 +285,14 @@ def _head_vectors(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> 
 # -- proof ----------------------------------------------------------------------------------------
 
 
-def _proven(model: TransformersModel, plan: ShardPlan) -> ShardPlan:
-    """Run the cut model on the meta device; replicate the blocks that do not fit."""
+def _proven(model: TransformersModel, plan: ShardPlan, inferred: Collection[str]) -> ShardPlan:
+    """Run the cut model on the meta device; replicate the blocks that do not fit.
+
+    Args:
+        model: On the meta device.
+        plan: What is proposed.
+        inferred: Layers of which nobody but us proposed that they are cut.
+    """
     cut = _cut_paths(plan)
     if not cut:
         return plan
@@ -259,6 +301,10 @@ def _proven(model: TransformersModel, plan: ShardPlan) -> ShardPlan:
     except Exception as error:  # noqa: BLE001 - model code raises anything
         reason = f"cannot be proven: the model does not run on meta ({type(error).__name__})"
         return _without(plan, cut, reason)
+    unseen = [p for p in cut if p in inferred and p.rpartition(".")[0] not in whole.callers]
+    if unseen:
+        plan = _without(plan, unseen, "cannot be proven: a forward of the model does not reach it")
+        cut = _cut_paths(plan)
     while cut:
         blame = _mismatch(model, plan, whole)
         if blame is None:

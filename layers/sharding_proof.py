@@ -31,8 +31,9 @@ _FILL = ("zeros", "ones", "full", "empty", "new_", "scalar_tensor")
 _MERGE = ("view", "_unsafe_view", "reshape", "_reshape_alias")
 _KEEP = (
     *("permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "alias", "detach", "stack"),
-    *("clone", "_to_copy", "contiguous", "copy", "copy_", "lift_fresh", "lift_fresh_copy"),
+    *("clone", "_to_copy", "contiguous", "lift_fresh", "lift_fresh_copy"),
 )
+_COPIES = ("copy", "copy_")  # of one tensor into another, which may repeat it
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "rms_norm")
 # name: the dimension of each operand that is added up
 _PRODUCTS = {"mm": (1, 0), "bmm": (2, 1), "addmm": (1, 0), "baddbmm": (2, 1), "matmul": (-1, -2)}
@@ -248,6 +249,9 @@ def _keeps(
         return name.startswith(_FILL)
     if name in _MERGE:
         return _runs(whole.inputs[0], cut.inputs[0]) == _runs(whole.outputs[0], cut.outputs[0])
+    if name in _COPIES:
+        pairs = zip(whole.inputs, cut.inputs, strict=True)
+        return all(_fits(a, b, whole.outputs[0], cut.outputs[0]) for a, b in pairs)
     if name in _KEEP:
         return _sizes(whole.inputs[0], cut.inputs[0]) <= _sizes(whole.outputs[0], cut.outputs[0])
     if whole.treats_alike:

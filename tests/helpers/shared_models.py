@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,11 @@ ODD: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(model_type: str, folder: Path) -> None:
+def write_model(model_type: str, folder: Path, sizes: Mapping[str, Any] | None = None) -> None:
+    """Write a random model; `sizes` replace those of this file."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **(SIZES | (MODELS | ODD)[model_type]))
+    known = SIZES | (MODELS | ODD)[model_type]
+    config = AutoConfig.for_model(model_type, **(known | dict(sizes or {})))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
