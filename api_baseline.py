@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from quantload.accuracy.baseline import (
     Baseline,
+    LayerBaseline,
     Tokens,
-    Tolerances,
     baseline_text,
     read_baseline,
 )
-from quantload.accuracy.baseline_check import end_numbers, measured_layers, with_output_errors
-from quantload.accuracy.baseline_verdict import BaselineReport, about_end, judge
+from quantload.accuracy.baseline_check import (
+    Measuring,
+    block_medians,
+    end_numbers,
+    measured_layers,
+    with_output_errors,
+)
+from quantload.accuracy.baseline_measure import (
+    Setting,
+    bits_per_weight,
+    check_repeats,
+    dtype_name,
+    kept_sketch,
+    measured_baseline,
+    measured_noise,
+    name_of,
+    run_both,
+)
+from quantload.accuracy.baseline_sketch import Sketch, read_sketch
+from quantload.accuracy.baseline_tolerances import Tolerances, widened
+from quantload.accuracy.baseline_verdict import (
+    BaselineReport,
+    about_blocks,
+    about_end,
+    judge,
+)
 from quantload.accuracy.statistics import ids_digest
 from quantload.api_load import parse_device
 from quantload.api_plan import inspect
-from quantload.errors import BaselineError, OutputError
-from quantload.loader.source import Source
+from quantload.errors import BaselineError, ConfigError, OutputError, counted
+from quantload.loader.model_dtype import parse_dtype
 from quantload.progress import Progress, Silent
-
-if TYPE_CHECKING:
-    from quantload.accuracy.compare_outputs import OutputComparison
 
 
 def write_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
@@ -36,61 +56,97 @@ def write_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
     candidate: str | Path,
     file: str | Path,
     *,
-    sequences: Sequence[Sequence[int]] = (),
+    sequences: Sequence[Sequence[int]] | None = None,
     tolerances: Tolerances | None = None,
+    repeats: int = 0,
+    remade: Sequence[str | Path] = (),
+    sketch: bool | None = None,
     device: str | torch.device | None = None,
+    dtype: str | torch.dtype = torch.float32,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Baseline:
     """Measure every layer of a checkpoint against its reference and write that to a file.
+
+    A baseline that is replaced hands on its tokens, its tolerances and whether there is a sketch,
+    unless others are given: so that accepting a candidate makes no check weaker.
 
     Args:
         reference: The checkpoint that is taken as right, in any format that is read.
         candidate: The checkpoint that the baseline is of.
         file: A JSON file, see `accuracy/baseline.py`.
         sequences: Token ids to run through both; without any, only weights are measured.
-        tolerances: What checks allow; the defaults of `Tolerances`.
-        device: Where both run, in float32; None takes CUDA where there is one.
+        tolerances: What checks allow; by default those of `Tolerances`, or what repeats need.
+        repeats: Runs in other arithmetic that tolerances are measured from, up to 4: the other of
+            float32 and bfloat16, other numbers of threads.
+        remade: What the same tool made of the same reference once more: tolerances are measured
+            from how far these lie from `candidate`.
+        sketch: Keep a sketch of the reference beside the file, for checks without it.
+        device: Where both run; None takes CUDA where there is one.
+        dtype: dtype in which both run.
         overwrite: Replace a file that is there.
         progress: Draws progress; silent by default.
 
     Raises:
         OutputError: The file is there, or cannot be written.
-        NotComparable: The checkpoints are not of one model.
+        NotComparable: The checkpoints are not of one model, or `remade` is of another scheme.
+        BaselineError: The file that is to be replaced cannot be read.
+        ConfigError: Repeats are asked for, and there are no tokens to run.
     """
     place = Path(file)
-    if place.exists() and not overwrite:
-        raise OutputError(
-            f"`{place}` is there already",
-            hint="`--overwrite` replaces it: what the candidate has lost by then is accepted",
-        )
-    progress = progress or Silent()
+    replaced = _replaced(place, overwrite=overwrite)
+    tokens = _tokens(sequences) if sequences is not None else replaced and replaced.tokens
+    check_repeats(repeats, tokens)
+    setting = _setting(device, dtype, progress)
     source, opened = inspect(reference), inspect(candidate)
-    made = Baseline(
-        reference=_name(source),
-        candidate=_name(opened),
-        bits_per_weight=_bits_per_weight(opened),
-        layers=measured_layers(source, opened, progress),
-        tokens=_tokens(sequences),
-        tolerances=tolerances or Tolerances(),
-        made_on=_made_on(),
-    )
-    if made.tokens is not None:
-        outputs = _run(source, opened, made.tokens, device, progress)
-        layers = with_output_errors(made.layers, outputs, of=set(made.layers))
-        made = replace(made, layers=layers, end=end_numbers(outputs.end))
+    keeps_sketch = sketch if sketch is not None else bool(replaced and replaced.sketch)
+    how = Measuring(collects=Sketch() if keeps_sketch else None)
+    made = measured_baseline(source, opened, tokens, setting, how)
+    if repeats or remade:
+        others = [inspect(again) for again in remade]
+        noise = measured_noise(made, source, opened, setting, repeats=repeats, remade=others)
+        allowed = widened(tolerances or Tolerances(), noise, num_layers=len(opened.weights))
+        made = replace(made, tolerances=allowed, repeats=noise)
+    elif tolerances is not None:
+        made = replace(made, tolerances=tolerances)
+    elif replaced is not None:
+        made = replace(made, tolerances=replaced.tolerances, repeats=replaced.repeats)
+    made.tolerances.check_patterns(made.layers, place)
+    if how.collects is not None:
+        made = replace(made, sketch=kept_sketch(how, made, place))
     write_text(place, baseline_text(made))
     return made
 
 
-def check_baseline(
+def _replaced(place: Path, *, overwrite: bool) -> Baseline | None:
+    if not place.exists():
+        return None
+    if not overwrite:
+        raise OutputError(
+            f"`{place}` is there already",
+            hint="`--overwrite` replaces it: what the candidate has lost by then is accepted",
+        )
+    try:
+        return read_baseline(place)
+    except BaselineError as error:
+        raise BaselineError(
+            error.message,
+            hint="its tokens and tolerances cannot be kept: delete it, and write it with these "
+            "given again",
+        ) from error
+
+
+def check_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
     candidate: str | Path,
     file: str | Path,
     *,
     reference: str | Path | None = None,
     tolerances: Tolerances | None = None,
     only: str = "*",
+    measure_all: bool = False,
+    run: bool = True,
     device: str | torch.device | None = None,
+    dtype: str | torch.dtype = torch.float32,
     progress: Progress | None = None,
 ) -> BaselineReport:
     """Hold a checkpoint to a baseline; an unchanged one passes without its reference.
@@ -98,72 +154,92 @@ def check_baseline(
     Args:
         candidate: The checkpoint that is judged.
         file: From `write_baseline`.
-        reference: What the baseline was made with; needed if a layer has changed.
+        reference: What the baseline was made with; needed if a layer has changed and there is no
+            sketch of it.
         tolerances: In place of those in the file.
         only: Glob of the layers that are looked at.
-        device: Where both run if the baseline has tokens and a layer has changed.
+        measure_all: Measure every layer, also those whose values are as they were; needs the
+            reference.
+        run: Run both if the baseline has tokens and a layer is measured; False looks at weights
+            only, and notes that.
+        device: Where both run.
+        dtype: dtype in which both run.
         progress: Draws progress; silent by default.
 
     Raises:
         BaselineError: The file cannot be read or is damaged.
         NotComparable: The reference, an encoding or the model is another than the baseline's, or a
-            layer has changed and no reference is given.
+            layer has changed and nothing says what the reference has.
+        ConfigError: `measure_all` without a reference.
     """
-    baseline = read_baseline(Path(file))
+    if measure_all and reference is None:
+        raise ConfigError("all layers can be measured only against the reference", hint="`--ref`")
+    place, setting = Path(file), _setting(device, dtype, progress)
+    baseline = read_baseline(place)
     opened = inspect(candidate)
     source = None if reference is None else inspect(reference)
-    progress = progress or Silent()
-    now = measured_layers(source, opened, progress, known=baseline.layers, only=only)
-    changed = {name for name, layer in now.items() if layer is not baseline.layers.get(name)}
-    end = baseline.end
-    if changed and source is not None and baseline.tokens is not None:
-        outputs = _run(source, opened, baseline.tokens, device, progress)
-        now = with_output_errors(now, outputs, of=changed)
-        end = end_numbers(outputs.end)
+    how = Measuring(known=baseline.layers, only=only, again=measure_all)
+    if source is None and (kept := baseline.sketch) is not None:
+        lazily = cache(lambda: read_sketch(place.with_name(kept.file), kept.sha256))
+        how = replace(how, sketch=lazily, sigma_db=kept.sigma_db)
+    now = measured_layers(source, opened, setting.progress, how)
     asked = {name: layer for name, layer in baseline.layers.items() if fnmatchcase(name, only)}
     if not asked and not now:
-        raise BaselineError(
-            f"`{only}` matches no layer of `{file}` or of `{opened.checkpoint.name}`"
-        )
+        raise BaselineError(f"`{only}` matches no layer of `{file}` or of `{name_of(opened)}`")
     held = replace(baseline, layers=asked, tolerances=tolerances or baseline.tolerances)
-    made = replace(baseline, candidate=_name(opened), layers={**baseline.layers, **now}, end=end)
-    report = judge(held, now)
-    failures = (*report.failures, *about_end(baseline, end, unchanged=not changed))
-    return replace(report, failures=failures, now=made)
+    made = replace(baseline, candidate=name_of(opened), bits_per_weight=bits_per_weight(opened))
+    measured = {name for name, layer in now.items() if layer is not baseline.layers.get(name)}
+    ran = source is not None and baseline.tokens is not None and bool(measured) and run
+    if ran and source is not None and baseline.tokens is not None:
+        outputs = run_both(source, opened, baseline.tokens, setting)
+        now = with_output_errors(now, outputs, of=measured)
+        made = replace(
+            made,
+            end=end_numbers(outputs.end),
+            blocks=block_medians(outputs),
+            made_on=setting.made_on,
+        )
+    others = {name: layer for name, layer in baseline.layers.items() if name not in asked}
+    made = replace(made, layers={**others, **now})
+    return _report(held, made, now, ran=ran, dtype=dtype_name(setting.dtype))
 
 
-def _run(
-    reference: Source,
-    candidate: Source,
-    tokens: Tokens,
-    device: str | torch.device | None,
-    progress: Progress,
-) -> OutputComparison:
-    from quantload.accuracy.compare_outputs import compare_running  # transformers: seconds
-
-    return compare_running(
-        reference,
-        candidate,
-        tokens.ids,
-        progress,
-        device=parse_device(device),
-        dtype=torch.float32,
-    )
+def _report(
+    held: Baseline, made: Baseline, now: dict[str, LayerBaseline], *, ran: bool, dtype: str
+) -> BaselineReport:
+    report = judge(held, now, dtype=dtype)
+    gates = report.gates
+    if ran:
+        gates += (
+            *about_blocks(held, made.blocks, dtype=dtype),
+            *about_end(held, made.end, dtype=dtype),
+        )
+    notes = tuple(_notes(report, held, ran=ran, dtype=dtype))
+    return replace(report, gates=gates, notes=notes, now=made)
 
 
-def _name(source: Source) -> str:
-    return Path(source.checkpoint.name).name
+def _notes(report: BaselineReport, held: Baseline, *, ran: bool, dtype: str) -> Iterator[str]:
+    """Say what a check could not look at, and what it allowed for."""
+    if report.estimated and held.sketch is not None:
+        yield (
+            f"{counted(len(report.estimated), 'error was', 'errors were')} estimated from the "
+            f"sketch of the reference, give or take {held.sketch.sigma_db:.2f} dB: damage to a "
+            "few elements does not show; `--ref` measures"
+        )
+    if report.layers and held.tokens is not None and not ran:
+        yield "nothing was run: outputs of layers, hidden states and KL were not looked at"
+    if ran and dtype != held.dtype:
+        yield (
+            f"both ran in {dtype}, for the baseline in {held.dtype}: what that adds to errors of "
+            "outputs is allowed for"
+        )
 
 
-def _bits_per_weight(source: Source) -> float:
-    """Bits of the stored weights of layers for each of their elements, scales included."""
-    tensors = source.checkpoint.tensors
-    names = {name for weight in source.weights.values() for name in weight.leaves.values()}
-    elements = sum(
-        weight.shape[0] * weight.shape[1] * max(weight.experts, 1)
-        for weight in source.weights.values()
-    )
-    return 8 * sum(tensors[name].num_bytes for name in names) / max(elements, 1)
+def _setting(
+    device: str | torch.device | None, dtype: str | torch.dtype, progress: Progress | None
+) -> Setting:
+    kind = parse_dtype(dtype) if isinstance(dtype, str) else dtype
+    return Setting(parse_device(device), kind, progress or Silent())
 
 
 def _tokens(sequences: Sequence[Sequence[int]]) -> Tokens | None:
@@ -171,10 +247,6 @@ def _tokens(sequences: Sequence[Sequence[int]]) -> Tokens | None:
     if not kept:
         return None
     return Tokens(sha256=ids_digest(kept), count=sum(map(len, kept)), ids=kept)
-
-
-def _made_on() -> dict[str, str]:
-    return {"machine": platform.machine(), "torch": torch.__version__}
 
 
 def write_text(file: Path, text: str) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from quantload.accuracy.baseline import Tolerances
+    from quantload.accuracy.baseline_tolerances import Tolerances
     from quantload.accuracy.baseline_verdict import BaselineReport
 
 _FOLDER = "baselines"
@@ -159,7 +159,7 @@ class QuantloadCheck:
 
     def _judge(self, report: BaselineReport, *, strict: bool) -> None:
         __tracebackhide__ = True
-        from quantload.cli_baseline import failure_text
+        from quantload.cli_baseline_report import failure_text
 
         if report.passed and not (strict and report.better):
             return

@@ -7,8 +7,11 @@
      "candidate": {"name": "qwen-w4", "digest": "sha256:...", "bits_per_weight": 4.16},
      "tokens": {"sha256": "...", "count": 2048, "ids": [[1, 2, ...], ...]},
      "made_on": {"device": "cpu", "dtype": "float32", "torch": "2.13.0", ...},
-     "tolerances": {"weight_db": 0.02, ...},
+     "tolerances": {"weight_db": 0.02, ..., "layers": {"*.k_proj": {"weight_db": 0.1}}},
+     "repeats": {"runs": ["bfloat16", "1 thread"], "sigma_db": {"output_median": 0.02, ...}, ...},
+     "sketch": {"file": "qwen-w4.sketch.safetensors", "sha256": "...", "sigma_db": 0.22},
      "end": {"kl_mean": [0.0312, 0.0009], "top1": [0.936, 0.005]},
+     "blocks": {"model.layers.0": 0.0213, ...},
      "layers": {
       "model.layers.0.mlp.down_proj": {"candidate": "9f3c...", "encoding": "W4A16", ...},
       ...
@@ -17,8 +20,9 @@
 
 A line a layer, sorted, numbers of 6 significant digits: a change reads well in a diff. Digests are
 of values, not of files: a checkpoint that is packed in another way is the same. `made_on` is shown
-when a check fails and never compared. The token ids are in the file, so that it means the same
-everywhere.
+when a check fails and never compared; its dtype says what arithmetic adds to errors of outputs. The
+token ids are in the file, so that it means the same everywhere. Tolerances: see
+`baseline_tolerances.py`; sketches of the reference: `baseline_sketch.py`.
 """
 
 from __future__ import annotations
@@ -30,35 +34,17 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from quantload.accuracy.baseline_tolerances import (
+    Repeats,
+    Tolerances,
+    tolerances_json,
+    tolerances_of,
+)
 from quantload.errors import BaselineError
 
 VERSION, METRIC = 1, "relative_l2/1"
+_OPTIONAL = ("repeats", "sketch", "blocks")
 _DIGITS = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tolerances:
-    """By how much a statistic may be worse than in the baseline.
-
-    Defaults are above the noise of repeats and far below the smallest fault, as measured on
-    SmolLM2-135M in int4: weights move 0.002 dB from machine to machine and 0.36 dB by the smallest
-    real change; medians over tokens move 0.2 dB by bfloat16 arithmetic.
-
-    Args:
-        weight_db: Relative error of one weight, in dB.
-        weight_mean_db: The same, mean over the weights.
-        output_median_db: Median over tokens of a layer's isolated output error.
-        output_mean_db: Pooled isolated output error, mean over the layers.
-        kl_relative: Mean KL at the end, as a part of itself; or `standard_errors` of it.
-        standard_errors: Of the mean KL, and of top-1 agreement.
-    """
-
-    weight_db: float = 0.02
-    weight_mean_db: float = 0.005
-    output_median_db: float = 0.5
-    output_mean_db: float = 0.05
-    kl_relative: float = 0.1
-    standard_errors: float = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +61,8 @@ class LayerBaseline:
         output: Relative L2 error of the isolated output over all tokens; None without tokens.
         output_median: Median over tokens of the relative error of each; None likewise.
         tokens: Tokens that reached it; None likewise.
+        estimate_db: Standard error of `weight` where it is an estimate from a sketch; None where it
+            was measured. Never in a baseline.
     """
 
     candidate: str
@@ -86,6 +74,22 @@ class LayerBaseline:
     output: float | None = None
     output_median: float | None = None
     tokens: int | None = None
+    estimate_db: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptSketch:
+    """The sketch of the reference that lies beside a baseline.
+
+    Args:
+        file: Its name.
+        sha256: Of its bytes.
+        sigma_db: Root mean square error of its estimates, as measured on the candidate.
+    """
+
+    file: str
+    sha256: str
+    sigma_db: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +118,10 @@ class Baseline:
         layers: One entry a weight, then one for each other float tensor, by checkpoint name.
         tokens: None if only weights were compared.
         end: Mean and standard error at the output, by metric ("kl_mean", "top1").
+        blocks: Median over tokens of the error of the candidate's hidden states after each block.
         tolerances: What a check allows.
+        repeats: What was measured of repeats; None if nothing was.
+        sketch: The sketch of the reference; None if none was kept.
         made_on: Where it was made, for people.
     """
 
@@ -124,8 +131,16 @@ class Baseline:
     layers: Mapping[str, LayerBaseline]
     tokens: Tokens | None = None
     end: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    blocks: Mapping[str, float] = field(default_factory=dict)
     tolerances: Tolerances = field(default_factory=Tolerances)
+    repeats: Repeats | None = None
+    sketch: KeptSketch | None = None
     made_on: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which both sides ran."""
+        return self.made_on.get("dtype", "float32")
 
     def digest(self, side: str) -> str:
         """Return one digest of all layers of a side, "reference" or "candidate"."""
@@ -149,9 +164,13 @@ def baseline_text(baseline: Baseline) -> str:
         },
         "tokens": None if baseline.tokens is None else asdict(baseline.tokens),
         "made_on": dict(sorted(baseline.made_on.items())),
-        "tolerances": asdict(baseline.tolerances),
-        "end": {name: _rounded(pair) for name, pair in sorted(baseline.end.items())},
+        "tolerances": tolerances_json(baseline.tolerances),
+        "repeats": None if baseline.repeats is None else _repeats_json(baseline.repeats),
+        "sketch": None if baseline.sketch is None else _rounded(asdict(baseline.sketch)),
+        "end": _rounded(dict(sorted(baseline.end.items()))),
+        "blocks": _rounded(dict(baseline.blocks)),
     }
+    head = {key: value for key, value in head.items() if value or key not in _OPTIONAL}
     lines = [f" {json.dumps(key)}: {_compact(value)}," for key, value in head.items()]
     layers = [
         f"  {json.dumps(name)}: {_compact(_layer_json(layer))}"
@@ -168,9 +187,17 @@ def _layer_json(layer: LayerBaseline) -> dict[str, Any]:
     return {k: _rounded(v) for k, v in sorted(asdict(layer).items()) if v is not None}
 
 
+def _repeats_json(repeats: Repeats) -> dict[str, Any]:
+    content: dict[str, Any] = _rounded(asdict(repeats))
+    del content["layers"]  # their tolerances are kept
+    return content
+
+
 def _rounded(value: Any) -> Any:  # noqa: ANN401 - what JSON holds
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(held) for key, held in value.items()}
     return [_rounded(v) for v in value] if isinstance(value, (tuple, list)) else value
 
 
@@ -201,6 +228,7 @@ def read_baseline(file: Path) -> Baseline:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"no `{error.args[0]}`" if isinstance(error, KeyError) else str(error)
         raise BaselineError(f"the baseline `{file}` is damaged: {what}") from error
+    found.tolerances.check_patterns(found.layers, file)
     for side in ("reference", "candidate"):
         if content[side]["digest"] != found.digest(side):
             raise BaselineError(
@@ -220,8 +248,34 @@ def _baseline_of(content: Mapping[str, Any]) -> Baseline:
         layers={name: _layer_of(name, layer) for name, layer in content["layers"].items()},
         tokens=None if tokens is None else _tokens_of(tokens),
         end={name: (float(mean), float(error)) for name, (mean, error) in content["end"].items()},
-        tolerances=Tolerances(**{k: float(v) for k, v in content["tolerances"].items()}),
+        blocks={path: float(median) for path, median in content.get("blocks", {}).items()},
+        tolerances=tolerances_of(content["tolerances"]),
+        repeats=_repeats_of(content.get("repeats")),
+        sketch=_sketch_of(content.get("sketch")),
         made_on={k: str(v) for k, v in content["made_on"].items()},
+    )
+
+
+def _sketch_of(content: Mapping[str, Any] | None) -> KeptSketch | None:
+    if content is None:
+        return None
+    kept = KeptSketch(
+        file=str(content["file"]),
+        sha256=str(content["sha256"]),
+        sigma_db=float(content["sigma_db"]),
+    )
+    if Path(kept.file).name != kept.file:
+        raise ValueError(f"`file` of the sketch is `{kept.file}`, expected a name in its folder")
+    return kept
+
+
+def _repeats_of(content: Mapping[str, Any] | None) -> Repeats | None:
+    if content is None:
+        return None
+    return Repeats(
+        runs=tuple(str(run) for run in content["runs"]),
+        sigma_db={key: float(value) for key, value in content["sigma_db"].items()},
+        sigma_top1=float(content["sigma_top1"]),
     )
 
 
@@ -244,4 +298,11 @@ def _tokens_of(content: Mapping[str, Any]) -> Tokens:
     )
 
 
-__all__ = ["Baseline", "LayerBaseline", "Tokens", "Tolerances", "baseline_text", "read_baseline"]
+__all__ = [
+    "Baseline",
+    "KeptSketch",
+    "LayerBaseline",
+    "Tokens",
+    "baseline_text",
+    "read_baseline",
+]

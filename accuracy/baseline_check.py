@@ -1,28 +1,26 @@
-"""Hold a checkpoint to its baseline.
+"""Measure a checkpoint for its baseline, layer by layer.
 
-    unchanged     every digest is that of the baseline: it passes, without the reference
-    changed       layers with another digest are measured against the reference; each may be worse
-                  by its tolerance, and their mean over all layers by a tighter one
+    unchanged     every digest is that of the baseline: nothing is measured, the reference not read
+    changed       layers with another digest are measured against the reference, or estimated from
+                  the sketch of it that was kept; `baseline_verdict.py` judges them
 
-What cannot be compared is an error, never a pass: another reference, encoding or set of tokens.
-Layers that are better by more than their tolerance are told, and so are layers that came or went.
-
-A layer is held to four numbers: the relative error of its weight in dB, its largest error in steps,
-its noisiest block (damage that the relative error of a large weight hides), and with tokens the
-error of its output.
+What cannot be compared is an error, never a pass: another reference, encoding or set of tokens. An
+encoding is a scheme, not a file format: the same codes in another packing are the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from quantload.accuracy.baseline import LayerBaseline
+from quantload.accuracy.baseline_sketch import Sketch
 from quantload.accuracy.compare import LayerComparison
 from quantload.accuracy.compare_weights import (
     check_one_model,
@@ -34,19 +32,39 @@ from quantload.accuracy.value_digest import value_digest
 from quantload.errors import BaselineError, NotComparable
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.experts import apart_as_in
-from quantload.loader.source import Source
+from quantload.loader.source import Source, SourceWeight
 from quantload.progress import Progress
+from quantload.quant.qtensor import QuantTensor
 
 if TYPE_CHECKING:
     from quantload.accuracy.compare_outputs import OutputComparison
     from quantload.accuracy.end_metrics import EndMetrics
 
 _FEWEST_POSITIONS = 2
-_STEPS_FACTOR, _STEPS_MORE = 1.25, 0.05
-_BLOCK_FACTOR, _BLOCK_MORE = 2.0, 4.0
 _ABSENT = "absent"
-_TINY = 1e-12  # a relative error that counts as none
-_LARGEST_DB = 999.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """How layers are measured.
+
+    Args:
+        known: Layers of the baseline; those whose digest is the same are not measured.
+        only: Glob of the layers that are looked at.
+        again: Measure known layers too.
+        sketch: Reads that of the reference, for estimates where there is no reference.
+        sigma_db: Standard error of such an estimate.
+        collects: A sketch that the reference's values are added to.
+        estimates: What that says of each layer's error, by name; filled with it.
+    """
+
+    known: Mapping[str, LayerBaseline] = field(default_factory=dict)
+    only: str = "*"
+    again: bool = False
+    sketch: Callable[[], Sketch] | None = None
+    sigma_db: float = 0.0
+    collects: Sketch | None = None
+    estimates: dict[str, float] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -55,114 +73,166 @@ def measured_layers(
     reference: Source | None,
     candidate: Source,
     progress: Progress,
-    *,
-    known: Mapping[str, LayerBaseline] | None = None,
-    only: str = "*",
+    how: Measuring | None = None,
 ) -> dict[str, LayerBaseline]:
     """Measure the weights and other float tensors of a candidate; one is in memory at a time.
 
     Args:
-        reference: What it is compared with; None if every layer should be known.
+        reference: What it is compared with; None if every layer should be known, or sketched.
         candidate: The checkpoint that is judged.
         progress: Advances by layers.
-        known: Layers that are not measured again if their digest is the same.
-        only: Glob of the layers that are looked at.
+        how: What is measured; everything by default.
+
+    Returns:
+        Layers by name; one that is as in the baseline is the very object of `how.known`.
 
     Raises:
-        NotComparable: The checkpoints are not of one model, the reference is not that of `known`,
-            or a layer has changed and there is no reference.
+        NotComparable: The checkpoints are not of one model, the reference or an encoding is not
+            that of the baseline, or a layer has changed and there is no reference.
         BaselineError: A number is not finite.
     """
     if reference is not None:
         reference = apart_as_in(reference, candidate)
         candidate = apart_as_in(candidate, reference)
         check_one_model(reference, candidate)
+    how = how or Measuring()
     found: dict[str, LayerBaseline] = {}
     progress.start("layers", total=len(candidate.weights), unit="layers")
-    for name, layer in _layers(reference, candidate, known or {}, only):
-        found[name] = layer
-        progress.advance(1 if name in candidate.weights else 0, note=name)
+    for item in _items(candidate, how.only):
+        found[item.name] = _measured(item, reference, how)
+        progress.advance(1 if item.weight is not None else 0, note=item.name)
     progress.finish()
     return found
 
 
-def _layers(
-    reference: Source | None, candidate: Source, known: Mapping[str, LayerBaseline], only: str
-) -> Iterator[tuple[str, LayerBaseline]]:
-    for module, weight in candidate.weights.items():
-        if not fnmatchcase(module, only):
-            continue
-        held, before = candidate.read_weight(module), known.get(module)
-        digest = value_digest(held)
-        if before is not None and before.candidate == digest:
-            yield module, before
-            continue
-        source = _needed(reference, module, before)
-        if module not in source.weights:
-            yield module, _alone(digest, weight.encoding)
-            continue
-        original = source.read_weight(module)
-        row = compare_values((source.weights[module], original), (weight, held))
-        yield module, _layer(row, digest, value_digest(original), before)
+@dataclass(frozen=True)
+class _Item:
+    """A weight or another float tensor of the candidate."""
+
+    candidate: Source
+    name: str
+    weight: SourceWeight | None  # None for a tensor that is none of a layer's
+
+    @property
+    def encoding(self) -> str:
+        """How it is held, whatever the file format."""
+        if self.weight is None:
+            return str(self.candidate.plain[self.name].dtype).removeprefix("torch.")
+        return str(self.weight.scheme or self.weight.encoding)
+
+    def read(self) -> QuantTensor | Tensor:
+        """Read it."""
+        if self.weight is None:
+            return self.candidate.read_plain(self.name)
+        return self.candidate.read_weight(self.name)
+
+    def original(self, reference: Source) -> QuantTensor | Tensor | None:
+        """Read the reference's; None if that has none."""
+        if self.weight is not None:
+            return reference.read_weight(self.name) if self.name in reference.weights else None
+        shared = self.name in shared_plain(reference, self.candidate)
+        return reference.read_plain(self.name) if shared else None
+
+    def compare(
+        self, reference: Source, original: QuantTensor | Tensor, held: QuantTensor | Tensor
+    ) -> LayerComparison:
+        """Compare it with the reference's."""
+        if self.weight is None:
+            return compare_plain(reference, self.candidate, self.name)
+        return compare_values((reference.weights[self.name], original), (self.weight, held))
+
+
+def _items(candidate: Source, only: str) -> Iterator[_Item]:
+    for name, weight in candidate.weights.items():
+        if fnmatchcase(name, only):
+            yield _Item(candidate, name, weight)
     for name, entry in candidate.plain.items():
-        if not entry.dtype.is_floating_point or not fnmatchcase(name, only):
-            continue
-        digest, before = value_digest(candidate.read_plain(name)), known.get(name)
-        if before is not None and before.candidate == digest:
-            yield name, before
-            continue
-        source = _needed(reference, name, before)
-        if name not in shared_plain(source, candidate):
-            yield name, _alone(digest, str(entry.dtype).removeprefix("torch."))
-            continue
-        row = compare_plain(source, candidate, name)
-        yield name, _layer(row, digest, value_digest(source.read_plain(name)), before)
+        if entry.dtype.is_floating_point and fnmatchcase(name, only):
+            yield _Item(candidate, name, None)
 
 
-def _alone(digest: str, encoding: str) -> LayerBaseline:
-    """A tensor that only the candidate has, as an untied head: nothing but equal is known of it."""
-    return LayerBaseline(candidate=digest, reference=_ABSENT, encoding=encoding, weight=0.0)
-
-
-def _needed(reference: Source | None, name: str, before: LayerBaseline | None) -> Source:
+def _measured(item: _Item, reference: Source | None, how: Measuring) -> LayerBaseline:
+    held, before = item.read(), how.known.get(item.name)
+    digest = value_digest(held)
+    if before is not None and before.encoding != item.encoding:
+        raise NotComparable(
+            f"`{item.name}` is `{item.encoding}`, in the baseline it is `{before.encoding}`",
+            hint="a change of scheme is a new baseline: write it again",
+        )
+    is_same = before is not None and before.candidate == digest
+    if before is not None and is_same and (not how.again or before.reference == _ABSENT):
+        return before
+    if reference is None:
+        return _estimated(item, held, digest, before, how)
     if before is not None and before.reference == _ABSENT:
         raise NotComparable(
-            f"`{name}` has changed since the baseline was written, and the reference has no such "
-            "tensor to compare it with"
+            f"`{item.name}` has changed since the baseline was written, and the reference has no "
+            "such tensor to compare it with"
         )
-    if reference is None:
+    original = item.original(reference)
+    if original is None:  # as an untied head: nothing but equal is known of it
+        return LayerBaseline(
+            candidate=digest, reference=_ABSENT, encoding=item.encoding, weight=0.0
+        )
+    of_reference = value_digest(original)
+    if before is not None and before.reference != of_reference:
         raise NotComparable(
-            f"`{name}` has changed since the baseline was written: the reference is needed to "
-            "say whether it got worse",
-            hint="give it with `--ref`",
+            f"the reference's `{item.name}` has digest `{of_reference}`, in the baseline it has "
+            f"`{before.reference}`",
+            hint="check against the reference that the baseline was made with, or write it again",
         )
-    return reference
+    if how.collects is not None:
+        how.collects.add(item.name, _values(original))
+        how.estimates[item.name] = how.collects.relative_error(item.name, _values(held))
+    row = item.compare(reference, original, held)
+    return _layer(row, digest, of_reference, item.encoding)
 
 
-def _layer(
-    row: LayerComparison, digest: str, of_reference: str, before: LayerBaseline | None
+def _values(held: QuantTensor | Tensor) -> Tensor:
+    return held if isinstance(held, Tensor) else held.dequantize()
+
+
+def _estimated(
+    item: _Item,
+    held: QuantTensor | Tensor,
+    digest: str,
+    before: LayerBaseline | None,
+    how: Measuring,
 ) -> LayerBaseline:
+    if before is None:  # added: judged as that, whatever its error
+        return LayerBaseline(
+            candidate=digest, reference=_ABSENT, encoding=item.encoding, weight=0.0
+        )
+    sketch = None if how.sketch is None else how.sketch()
+    if sketch is None or item.name not in sketch.parts:
+        raise NotComparable(
+            f"`{item.name}` has changed since the baseline was written: the reference is needed to "
+            "say whether it got worse",
+            hint="give it with `--ref`, or write baselines with `--sketch`",
+        )
+    relative = sketch.relative_error(item.name, _values(held))
+    if not math.isfinite(relative):
+        raise BaselineError(f"`{item.name}`: values of the candidate are not finite")
+    return LayerBaseline(
+        candidate=digest,
+        reference=before.reference,
+        encoding=item.encoding,
+        weight=relative,
+        estimate_db=how.sigma_db,
+    )
+
+
+def _layer(row: LayerComparison, digest: str, of_reference: str, encoding: str) -> LayerBaseline:
     assert row.weight is not None, "weights are compared"
     if row.problem or not math.isfinite(row.weight.relative):
         raise BaselineError(
             f"`{row.module}`: {row.problem or 'the reference is zero, the candidate is not'}"
         )
-    if before is not None and before.reference != of_reference:
-        raise NotComparable(
-            f"the reference's `{row.module}` has digest `{of_reference}`, in the baseline it has "
-            f"`{before.reference}`",
-            hint="check against the reference that the baseline was made with, or write it again",
-        )
-    if before is not None and before.encoding != row.candidate:
-        raise NotComparable(
-            f"`{row.module}` is `{row.candidate}`, in the baseline it is `{before.encoding}`",
-            hint="a change of scheme is a new baseline: write it again",
-        )
     rounding = row.rounding
     return LayerBaseline(
         candidate=digest,
         reference=of_reference,
-        encoding=row.candidate,
+        encoding=encoding,
         weight=row.weight.relative,
         steps=None if rounding is None else rounding.max_steps,
         block=None if rounding is None else rounding.block_excess,
@@ -201,4 +271,15 @@ def end_numbers(end: EndMetrics | None) -> dict[str, tuple[float, float]]:
     }
 
 
-__all__ = ["end_numbers", "measured_layers", "with_output_errors"]
+def block_medians(outputs: OutputComparison) -> dict[str, float]:
+    """Return the median over tokens of the error of the hidden states after each block, by path."""
+    return {path: errors.median for path, errors in outputs.propagated.items()}
+
+
+__all__ = [
+    "Measuring",
+    "block_medians",
+    "end_numbers",
+    "measured_layers",
+    "with_output_errors",
+]

@@ -1,18 +1,50 @@
-"""Judge measured layers by their baseline; see `baseline_check.py` for what a layer is held to."""
+"""Judge measured layers by their baseline.
+
+A layer is held to four numbers: the relative error of its weight in dB, its largest error in steps,
+its noisiest block (damage that the relative error of a large weight hides), and with tokens the
+median over tokens of its output's error. All layers together are held to the means of the errors of
+weights and of outputs, the hidden states to their error after each block, the end to KL and top-1
+agreement. Tolerances are one-sided: what got better passes, and is told.
+
+Arithmetic of fewer bits than the baseline's adds errors of its own to outputs; they are allowed for
+as independent ones, in quadrature (`ARITHMETIC`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from quantload.accuracy.baseline import Baseline, LayerBaseline, Tolerances
+from quantload.accuracy.baseline import Baseline, LayerBaseline
+from quantload.accuracy.baseline_tolerances import LAYER_SIGMAS, MEAN_SIGMAS, Tolerances
 from quantload.errors import NotComparable, listed
 
-_STEPS_FACTOR, _STEPS_MORE = 1.25, 0.05
-_BLOCK_FACTOR, _BLOCK_MORE = 2.0, 4.0
+_STEPS_MORE, _BLOCK_MORE = 0.05, 4.0
 _TINY = 1e-12  # a relative error that counts as none
 _LARGEST_DB = 999.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """What arithmetic of a dtype adds, as measured on SmolLM2-135M.
+
+    Args:
+        output: To the relative error of a layer's output: both sides are rounded.
+        block: To that of the hidden states after many blocks.
+        kl: To the mean KL, in nats.
+    """
+
+    output: float
+    block: float
+    kl: float
+
+
+ARITHMETIC = {
+    "float32": Arithmetic(output=1e-6, block=1e-5, kl=1e-6),
+    "float16": Arithmetic(output=2.0**-11, block=2.0**-8, kl=1e-4),
+    "bfloat16": Arithmetic(output=2.0**-8, block=2.0**-5, kl=2e-3),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +74,55 @@ class LayerVerdict:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gate:
+    """Something that all layers together are held to.
+
+    Args:
+        what: "mean of weights", "mean of outputs", "blocks", or a metric at the end.
+        change: By how much it grew, in its own unit.
+        allowed: By how much it may.
+        text: The sentence.
+    """
+
+    what: str
+    change: float
+    allowed: float
+    text: str
+
+    @property
+    def failed(self) -> bool:
+        """True if it grew by more."""
+        return not self.change <= self.allowed
+
+
+@dataclass(frozen=True, kw_only=True)
 class BaselineReport:
     """What a check found.
 
     Args:
-        layers: The layers that were measured: those with another digest.
+        layers: The layers that were measured: those with another digest, or all.
         unchanged: How many have the digest of the baseline.
         added: Layers that the baseline does not have.
         removed: Layers that the candidate does not have.
-        failures: What fails beside single layers: means, the end.
-        now: A baseline of the candidate as it is; None if nothing was measured.
+        gates: What is judged beside single layers: means, blocks, the end.
+        notes: What limits this check, in sentences.
+        baseline: What the candidate was held to.
+        now: A baseline of the candidate as it is.
     """
 
     layers: tuple[LayerVerdict, ...] = ()
     unchanged: int = 0
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
-    failures: tuple[str, ...] = ()
+    gates: tuple[Gate, ...] = ()
+    notes: tuple[str, ...] = ()
+    baseline: Baseline | None = field(default=None, repr=False)
     now: Baseline | None = field(default=None, repr=False)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What fails beside single layers."""
+        return tuple(gate.text for gate in self.gates if gate.failed)
 
     @property
     def passed(self) -> bool:
@@ -68,9 +131,19 @@ class BaselineReport:
         return not (broken or self.failures or self.added or self.removed)
 
     @property
+    def changed(self) -> tuple[LayerVerdict, ...]:
+        """Layers whose values are not those of the baseline."""
+        return tuple(v for v in self.layers if v.before.candidate != v.now.candidate)
+
+    @property
     def better(self) -> tuple[LayerVerdict, ...]:
         """Layers that are better by more than their tolerance."""
         return tuple(layer for layer in self.layers if layer.is_better)
+
+    @property
+    def estimated(self) -> tuple[LayerVerdict, ...]:
+        """Layers whose errors were estimated from a sketch of the reference."""
+        return tuple(layer for layer in self.layers if layer.now.estimate_db is not None)
 
     def worst(self, count: int = 10) -> list[LayerVerdict]:
         """Return the layers that grew most, those that fail first."""
@@ -78,24 +151,36 @@ class BaselineReport:
         return ranked[:count]
 
 
-def judge(baseline: Baseline, now: Mapping[str, LayerBaseline]) -> BaselineReport:
+def judge(
+    baseline: Baseline, now: Mapping[str, LayerBaseline], *, dtype: str = "float32"
+) -> BaselineReport:
     """Hold measured layers to a baseline.
 
     Args:
         baseline: What they are held to.
         now: From `measured_layers`, with `known` the baseline's layers.
+        dtype: In which both models ran.
     """
     shared = [name for name in baseline.layers if name in now]
-    changed = [name for name in shared if now[name] is not baseline.layers[name]]
+    measured = [name for name in shared if now[name] is not baseline.layers[name]]
+    added_by_arithmetic = added_by(baseline, dtype).output
     verdicts = tuple(
-        _verdict(name, baseline.layers[name], now[name], baseline.tolerances) for name in changed
+        _verdict(
+            name,
+            baseline.layers[name],
+            now[name],
+            baseline.tolerances.of_layer(name),
+            added_by_arithmetic,
+        )
+        for name in measured
     )
     return BaselineReport(
         layers=verdicts,
-        unchanged=len(shared) - len(changed),
+        unchanged=sum(baseline.layers[name].candidate == now[name].candidate for name in shared),
         added=tuple(name for name in now if name not in baseline.layers),
         removed=tuple(name for name in baseline.layers if name not in now),
-        failures=tuple(_about_means(baseline, now, shared)),
+        gates=tuple(_about_means(baseline, now, shared, added_by_arithmetic)) if measured else (),
+        baseline=baseline,
     )
 
 
@@ -108,29 +193,51 @@ def change_db(before: float, now: float) -> float:
     return 20 * math.log10(now / before)
 
 
+def added_by(baseline: Baseline, dtype: str) -> Arithmetic:
+    """Return what the arithmetic of a check adds to what that of the baseline did."""
+    then, now = (ARITHMETIC.get(name, ARITHMETIC["bfloat16"]) for name in (baseline.dtype, dtype))
+    least = ARITHMETIC["float32"]
+
+    def more(one: float, other: float, floor: float) -> float:
+        return max(math.sqrt(max(other**2 - one**2, 0.0)), floor)
+
+    return Arithmetic(
+        output=more(then.output, now.output, least.output),
+        block=more(then.block, now.block, least.block),
+        kl=max(now.kl - then.kl, least.kl),
+    )
+
+
 def _verdict(
-    name: str, before: LayerBaseline, now: LayerBaseline, tolerances: Tolerances
+    name: str,
+    before: LayerBaseline,
+    now: LayerBaseline,
+    tolerances: Tolerances,
+    added_by_arithmetic: float,
 ) -> LayerVerdict:
     grew = change_db(before.weight, now.weight)
+    tolerance = max(tolerances.weight_db, LAYER_SIGMAS * (now.estimate_db or 0.0))
     failures = []
-    if grew > tolerances.weight_db:
+    if grew > tolerance:
+        about = "" if now.estimate_db is None else "about "
+        how = "" if now.estimate_db is None else ", estimated from the sketch"
         failures.append(
-            f"weight error {before.weight:.5g} -> {now.weight:.5g} ({grew:+.3f} dB, may grow by "
-            f"{tolerances.weight_db:g} dB)"
+            f"weight error {before.weight:.5g} -> {about}{now.weight:.5g} ({grew:+.3f} dB, may "
+            f"grow by {tolerance:.3g} dB{how})"
         )
-    for what, old, new, limit in _bounds(before, now):
+    for what, old, new, limit in _bounds(before, now, tolerances):
         if new > limit:
             failures.append(f"{what} {old:.3g} -> {new:.3g}, limit {limit:.3g}")
-    tolerance = tolerances.weight_db
     if before.output_median is not None and now.output_median is not None:
-        of_output = change_db(before.output_median, now.output_median)
+        expected = math.hypot(before.output_median, added_by_arithmetic)
+        of_output = change_db(expected, now.output_median)
         if of_output > tolerances.output_median_db:
             failures.append(
                 f"output error (median of tokens) {before.output_median:.5g} -> "
                 f"{now.output_median:.5g} ({of_output:+.2f} dB, may grow by "
                 f"{tolerances.output_median_db:g} dB)"
             )
-            if grew <= tolerances.weight_db:
+            if grew <= tolerance:
                 grew, tolerance = of_output, tolerances.output_median_db
     return LayerVerdict(
         name=name,
@@ -142,72 +249,130 @@ def _verdict(
     )
 
 
-def _bounds(before: LayerBaseline, now: LayerBaseline) -> Iterator[tuple[str, float, float, float]]:
+def _bounds(
+    before: LayerBaseline, now: LayerBaseline, tolerances: Tolerances
+) -> Iterator[tuple[str, float, float, float]]:
     """Yield (what, before, now, limit) of the numbers that show damage to a few elements."""
     if before.steps is not None and now.steps is not None:
-        limit = max(before.steps * _STEPS_FACTOR, before.steps + _STEPS_MORE)
+        grown = before.steps * 10 ** (tolerances.steps_db / 20)
+        limit = max(grown, before.steps + _STEPS_MORE)
         yield "largest error in steps", before.steps, now.steps, limit
     if before.block is not None and now.block is not None:
-        limit = before.block * _BLOCK_FACTOR + _BLOCK_MORE
+        limit = before.block * 10 ** (tolerances.noise_db / 10) + _BLOCK_MORE
         yield "noise of the worst block", before.block, now.block, limit
 
 
 def _about_means(
-    baseline: Baseline, now: Mapping[str, LayerBaseline], shared: list[str]
-) -> Iterator[str]:
-    """Say which means over the layers grew: a small slip in all of them."""
+    baseline: Baseline,
+    now: Mapping[str, LayerBaseline],
+    shared: list[str],
+    added_by_arithmetic: float,
+) -> Iterator[Gate]:
+    """Judge the means over the layers, which a small slip of all of them moves."""
     lossy = [name for name in shared if baseline.layers[name].weight > _TINY]
     changes = [change_db(baseline.layers[name].weight, now[name].weight) for name in lossy]
-    mean = sum(changes) / max(len(changes), 1)
-    if mean > baseline.tolerances.weight_mean_db:
-        yield (
-            f"weight errors grew by {mean:+.4f} dB in the mean of {len(lossy)} layers, may grow by "
-            f"{baseline.tolerances.weight_mean_db:g} dB"
-        )
+    spread = math.hypot(*(now[name].estimate_db or 0.0 for name in lossy)) / max(len(lossy), 1)
+    allowed = max(baseline.tolerances.weight_mean_db, MEAN_SIGMAS * spread)
+    yield _mean_gate("weight", changes, allowed)
     pairs = [
-        (before, after)
+        (math.hypot(before, added_by_arithmetic), after)
         for name in shared
         if (before := baseline.layers[name].output) and (after := now[name].output)
     ]
-    changes = [change_db(before, after) for before, after in pairs]
+    if pairs:
+        changes = [change_db(before, after) for before, after in pairs]
+        yield _mean_gate("output", changes, baseline.tolerances.output_mean_db)
+
+
+def _mean_gate(what: str, changes: list[float], allowed: float) -> Gate:
     mean = sum(changes) / max(len(changes), 1)
-    if mean > baseline.tolerances.output_mean_db:
-        yield (
-            f"output errors grew by {mean:+.3f} dB in the mean of {len(pairs)} layers, may grow by "
-            f"{baseline.tolerances.output_mean_db:g} dB"
-        )
+    return Gate(
+        what=f"mean of {what}s",
+        change=mean,
+        allowed=allowed,
+        text=f"{what} errors grew by {mean:+.4f} dB in the mean of {len(changes)} layers, may grow "
+        f"by {allowed:.3g} dB",
+    )
+
+
+# -- the whole model -------------------------------------------------------------------------------
+
+
+def about_blocks(baseline: Baseline, now: Mapping[str, float], *, dtype: str) -> Iterator[Gate]:
+    """Judge the hidden states after each block by the first that is worse than it may be.
+
+    Args:
+        baseline: With `blocks`.
+        now: From `block_medians`.
+        dtype: In which both models ran.
+    """
+    more = added_by(baseline, dtype).block
+    changes = {
+        path: change_db(math.hypot(before, more), now[path])
+        for path, before in baseline.blocks.items()
+        if path in now
+    }
+    if not changes:
+        return
+    allowed = baseline.tolerances.block_median_db
+    worse = [path for path, change in changes.items() if change > allowed]
+    shown = worse[0] if worse else max(changes, key=lambda path: changes[path])
+    others = f", and after {len(worse) - 1} later blocks" if len(worse) > 1 else ""
+    yield Gate(
+        what="blocks",
+        change=changes[shown],
+        allowed=allowed,
+        text=f"error of the hidden states after `{shown}` (median of tokens) "
+        f"{baseline.blocks[shown]:.5g} -> {now[shown]:.5g} ({changes[shown]:+.2f} dB, may grow by "
+        f"{allowed:g} dB){others}",
+    )
 
 
 def about_end(
-    baseline: Baseline, now: Mapping[str, tuple[float, float]], *, unchanged: bool
-) -> Iterator[str]:
-    """Say what at the output is worse than it may be.
+    baseline: Baseline, now: Mapping[str, tuple[float, float]], *, dtype: str = "float32"
+) -> Iterator[Gate]:
+    """Judge the output of the model.
 
     Args:
         baseline: With `end`.
         now: Mean and standard error by metric.
-        unchanged: Nothing was measured.
+        dtype: In which both models ran.
+
+    Raises:
+        NotComparable: The baseline has a metric that was not measured.
     """
-    if unchanged:
-        return
-    missing = [metric for metric in baseline.end if metric not in now]
-    if missing:
-        raise NotComparable(f"the baseline has {listed(missing)} at the output, the check has not")
+    _check_metrics(baseline.end, now)
     tolerances = baseline.tolerances
     for metric, (before, before_error) in baseline.end.items():
         mean, error = now[metric]
         spread = tolerances.standard_errors * math.hypot(before_error, error)
-        allowed = spread
-        grew = mean - before
-        if metric == "top1":
-            grew = -grew
-        else:
-            allowed = max(spread, tolerances.kl_relative * abs(before))
-        if grew > allowed:
-            yield (
-                f"{metric} {before:.5g} +- {before_error:.2g} -> {mean:.5g} +- {error:.2g}, may "
-                f"change by {allowed:.2g}"
-            )
+        grew = before - mean if metric == "top1" else mean - before
+        more = added_by(baseline, dtype).kl
+        allowed = max(spread, tolerances.top1)
+        if metric != "top1":
+            allowed = max(spread, tolerances.kl_relative * abs(before)) + more
+        yield Gate(
+            what=metric,
+            change=grew,
+            allowed=allowed,
+            text=f"{metric} {before:.5g} +- {before_error:.2g} -> {mean:.5g} +- {error:.2g}, may "
+            f"change by {allowed:.2g}",
+        )
 
 
-__all__ = ["BaselineReport", "LayerVerdict", "about_end", "change_db", "judge"]
+def _check_metrics(wanted: Iterable[str], found: Mapping[str, object]) -> None:
+    if missing := [metric for metric in wanted if metric not in found]:
+        raise NotComparable(f"the baseline has {listed(missing)} at the output, the check has not")
+
+
+__all__ = [
+    "ARITHMETIC",
+    "BaselineReport",
+    "Gate",
+    "LayerVerdict",
+    "about_blocks",
+    "about_end",
+    "added_by",
+    "change_db",
+    "judge",
+]

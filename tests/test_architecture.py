@@ -36,6 +36,7 @@ COMMAND_LINE = {  # one part, in several files
     *(
         "cli_allocate",
         "cli_baseline",
+        "cli_baseline_report",
         "pytest_plugin",
         "cli_doctor",
         "cli_explain",
