@@ -171,6 +171,7 @@ def _verify_files(output: str, *, as_json: bool, quiet: bool) -> None:
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
 @click.option("--dtype", default="float32", show_default=True, help="dtype of the runs.")
 @click.option("--markdown", is_flag=True, help="Print Markdown, for a pull request or a file.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page with charts to FILE.")
 @EVERY
 @JSON
 @QUIET
@@ -189,6 +190,8 @@ def compare(reference: str, candidate: str, **flags: Any) -> None:  # noqa: ANN4
             dtype=parse_dtype(flags["dtype"]),
             progress=progress,
         )
+    if flags["html"] is not None:
+        cli_compare.write_page(flags["html"], result, reference=reference, candidate=candidate)
     if flags["as_json"]:
         cli_output.print_json(cli_compare.comparison_json(result))
     elif flags["markdown"]:

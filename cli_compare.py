@@ -1,48 +1,136 @@
-"""How the result of the `compare` command is shown."""
+"""How `compare` shows its result: a table in the terminal, Markdown, JSON."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from quantload.accuracy.compare import LayerComparison, ModelComparison
+from quantload.accuracy.compare import ModelComparison
 from quantload.accuracy.end_metrics import EndMetrics
+from quantload.accuracy.layer_ranking import (
+    STANDS_OUT,
+    RankedLayer,
+    place_of,
+    ranked_layers,
+    standing_apart,
+)
 from quantload.cli_output import console, finite, make_table
-from quantload.errors import listed
+from quantload.errors import counted, listed
 from quantload.quant.metrics import ErrorSums
 
 _SHOWN = 10
+_WIDE = 110  # columns of a terminal that has room for encodings and both errors
+_LEGEND = (
+    "ranked by share of the sum of squared relative errors; over type: dB above the mean of the "
+    "other layers of its projection; z: that in their standard deviations"
+)
 
 
-# -- showing ---------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class _Column:
+    """A column of the table of layers.
 
-_COLUMNS = ("module", "reference", "candidate", "weight error", "weight SQNR", "output error")
+    Args:
+        name: Its heading.
+        cell: Makes its text.
+        is_narrow: True if it is shown in a narrow terminal too.
+        is_text: True for names, which are aligned to the left.
+    """
 
-
-def _cells(row: LayerComparison) -> tuple[str, ...]:
-    return (
-        row.module,
-        row.reference,
-        row.candidate,
-        _percent(row.weight),
-        f"{row.weight.sqnr_db:.2f} dB" if row.weight else "",
-        _percent(row.output),
-    )
+    name: str
+    cell: Callable[[RankedLayer], str]
+    is_narrow: bool = True
+    is_text: bool = False
 
 
 def _percent(sums: ErrorSums | None) -> str:
     return "" if sums is None else f"{100 * sums.relative:.3f} %"
 
 
-def _ranked(comparison: ModelComparison) -> list[LayerComparison]:
-    """Worst first: by the isolated output error where there is one, else by the weight's."""
+def _number(value: float, form: str, unit: str = "") -> str:
+    return f"{value:{form}}{unit}" if math.isfinite(value) else ""
 
-    def error(row: LayerComparison) -> float:
-        sums = row.output or row.weight
-        relative = sums.relative if sums else 0.0
-        return math.inf if row.problem or math.isnan(relative) else relative
 
-    return sorted(comparison.layers, key=error, reverse=True)
+def _worst_expert(layer: RankedLayer) -> str:
+    if not layer.is_experts:
+        return ""
+    number = place_of(layer.worst.module).expert
+    return f"{number} of {len(layer.rows)}: {_percent(layer.worst_error)}"
+
+
+def _columns(layers: Sequence[RankedLayer]) -> list[_Column]:
+    has_output = any(layer.output is not None for layer in layers)
+    has_experts = any(layer.is_experts for layer in layers)
+    columns = [
+        _Column(name="layer", cell=lambda row: row.name, is_text=True),
+        _Column(name="holds", cell=lambda row: row.candidate, is_narrow=False, is_text=True),
+        _Column(name="weight", cell=lambda row: _percent(row.weight), is_narrow=not has_output),
+        _Column(name="output", cell=lambda row: _percent(row.output)),
+        _Column(name="SQNR dB", cell=lambda row: _number(row.error.sqnr_db, ".2f")),
+        _Column(name="share", cell=lambda row: _number(100 * row.share, ".2f", " %")),
+        _Column(
+            name="over type",
+            cell=lambda row: _number(row.over_type_db, "+.2f"),
+            is_narrow=not has_experts,
+        ),
+        _Column(name="z", cell=lambda row: _number(row.z, "+.1f")),
+        _Column(name="worst expert", cell=_worst_expert),
+    ]
+    absent = {"output"} - ({"output"} if has_output else set())
+    absent |= set() if has_experts else {"worst expert"}
+    return [column for column in columns if column.name not in absent]
+
+
+def show_comparison(comparison: ModelComparison, *, every: bool = False) -> None:
+    """Print the worst ten layers (or all, also each expert) and the summary."""
+    out = console()
+    layers = ranked_layers(comparison, merge_experts=not every)
+    rows = layers if every else layers[:_SHOWN]
+    columns = [column for column in _columns(rows) if column.is_narrow or out.width >= _WIDE]
+    title = (
+        "All layers, worst first" if every else f"The {counted(len(rows), 'layer')} that lose most"
+    )
+    table = make_table(title, [(column.name, not column.is_text) for column in columns])
+    for row in rows:
+        table.add_row(*(column.cell(row) for column in columns))
+    out.print(table)
+    out.print(_LEGEND, style="dim")
+    if comparison.end is not None:
+        _show_confidence(comparison.end)
+    for line in summary_lines(comparison):
+        out.print(line, style=_style(line))
+
+
+def _style(line: str) -> str:
+    if line.startswith(("PROBLEM", "EXCEEDS", "FAILED")):
+        return "bold red"
+    return "bold green" if line.startswith("passed") else ""
+
+
+def _show_confidence(end: EndMetrics) -> None:
+    parts = end.by_confidence()
+    if not parts:
+        return
+    names = ("reference's probability", "tokens", "mean KL")
+    table = make_table("KL by confidence of the reference", [(name, True) for name in names])
+    for cells in _confidence_cells(end):
+        table.add_row(*cells)
+    console().print(table)
+
+
+def _confidence_cells(end: EndMetrics) -> list[tuple[str, str, str]]:
+    parts = end.by_confidence()
+    ends = [*(f"{low:g}" for low, _, _ in parts[1:]), "1"]
+    return [
+        (f"{low:g} to {high}", str(count), _number(mean, ".4f", " nats") or "-")
+        for (low, count, mean), high in zip(parts, ends, strict=True)
+    ]
+
+
+# -- the summary -----------------------------------------------------------------------------------
 
 
 def summary_lines(comparison: ModelComparison) -> list[str]:
@@ -64,6 +152,7 @@ def summary_lines(comparison: ModelComparison) -> list[str]:
     ):
         if names:
             lines.append(f"only in the {where}: {listed(names)}")
+    lines += _about_outliers(comparison)
     lines += _about_running(comparison)
     if comparison.end is not None:
         lines += _end_lines(comparison.end)
@@ -72,6 +161,15 @@ def summary_lines(comparison: ModelComparison) -> list[str]:
         lines.append(f"and {count - _SHOWN} more exceed their limits")
     lines.append("passed: every error is within its limit" if comparison.passed else "FAILED")
     return lines
+
+
+def _about_outliers(comparison: ModelComparison) -> list[str]:
+    """Name the layers that are far worse than their like."""
+    found = standing_apart(ranked_layers(comparison))
+    if not found:
+        return []
+    names = (f"`{row.name}` ({row.over_type_db:+.2f} dB, z {row.z:.1f})" for row in found)
+    return [f"far above the other layers of its type (z {STANDS_OUT:g} or more): {listed(names)}"]
 
 
 def _end_lines(end: EndMetrics) -> list[str]:
@@ -113,26 +211,74 @@ def _about_running(comparison: ModelComparison) -> list[str]:
     return lines
 
 
-def show_comparison(comparison: ModelComparison, *, every: bool = False) -> None:
-    """Print the worst ten layers (or all) and the summary."""
-    rows = list(comparison.layers) if every else _ranked(comparison)[:10]
-    title = "All layers" if every else f"The {len(rows)} layers with the largest error"
-    table = make_table(title, [(name, "error" in name or "SQNR" in name) for name in _COLUMNS])
-    for row in rows:
-        table.add_row(*_cells(row))
-    out = console()
-    out.print(table)
-    for line in summary_lines(comparison):
-        out.print(line)
+# -- pages -----------------------------------------------------------------------------------------
+
+
+def write_page(file: Path, comparison: ModelComparison, *, reference: str, candidate: str) -> None:
+    """Write a comparison as a page; it appears only when it is complete.
+
+    Args:
+        file: The HTML file.
+        comparison: What `api.compare` returned.
+        reference: What the user called the reference.
+        candidate: What the user called the candidate.
+
+    Raises:
+        OutputError: The file cannot be written.
+    """
+    from quantload.accuracy.html_report import comparison_page  # jinja2 only where it is needed
+    from quantload.api_baseline import write_text
+
+    page = comparison_page(
+        comparison, reference=_base_name(reference), candidate=_base_name(candidate)
+    )
+    write_text(file, page)
+
+
+def _base_name(name: str) -> str:
+    """Return the last part of a path or of a hub id."""
+    return Path(name).name or name
+
+
+# -- Markdown --------------------------------------------------------------------------------------
 
 
 def comparison_markdown(comparison: ModelComparison) -> str:
-    """Return the comparison as Markdown: summary, then all layers, worst first."""
-    lines = ["## quantload compare", ""]
-    lines += [f"- {line}" for line in summary_lines(comparison)]
-    lines += ["", "| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in _ranked(comparison)]
-    return "\n".join(lines)
+    """Return the comparison as Markdown: verdict, summary and worst ten; the rest is folded."""
+    layers = ranked_layers(comparison)
+    *lines, verdict = summary_lines(comparison)
+    parts = [f"## quantload compare: {verdict}", "", *(f"- {_safe(line)}" for line in lines), ""]
+    parts += [f"**The {counted(min(len(layers), _SHOWN), 'layer')} that lose most**", ""]
+    parts += _markdown_table(layers, layers[:_SHOWN])
+    parts += ["", f"<sub>{_LEGEND}</sub>"]
+    if comparison.end is not None and comparison.end.by_confidence():
+        parts += ["", "| reference's probability | tokens | mean KL |", "|---|---:|---:|"]
+        parts += ["| " + " | ".join(cells) + " |" for cells in _confidence_cells(comparison.end)]
+    if len(layers) > _SHOWN:
+        rest = layers[_SHOWN:]
+        parts += ["", f"<details><summary>{counted(len(rest), 'more layer')}</summary>", ""]
+        parts += [*_markdown_table(layers, rest), "", "</details>"]
+    return "\n".join(parts)
+
+
+def _markdown_table(layers: Sequence[RankedLayer], rows: Sequence[RankedLayer]) -> list[str]:
+    columns = _columns(layers)
+    heads = " | ".join(column.name for column in columns)
+    marks = "|".join("---" if column.is_text else "---:" for column in columns)
+    lines = [f"| {heads} |", f"|{marks}|"]
+    return lines + [
+        "| " + " | ".join(_safe(column.cell(row)) for column in columns) + " |" for row in rows
+    ]
+
+
+def _safe(text: str) -> str:
+    """Escape what would end a cell or start HTML; names come from files."""
+    for character, code in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("\n", " ")):
+        text = text.replace(character, code)
+    return text
+
+
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
@@ -204,3 +350,12 @@ def _end_json(end: EndMetrics) -> dict[str, Any]:
             for low, count, mean in end.by_confidence()
         ],
     }
+
+
+__all__ = [
+    "comparison_json",
+    "comparison_markdown",
+    "show_comparison",
+    "summary_lines",
+    "write_page",
+]

@@ -88,6 +88,8 @@ FENCED = {  # third-party package -> the only places that may import it
     "gguf": ("loader/gguf_", "loader/formats/gguf.py"),
     "compressed_tensors": ("loader/formats/compressed_tensors_config.py",),
     "click": ("cli",),
+    "jinja2": ("accuracy/html_pages.py",),
+    "markupsafe": ("accuracy/html_",),
     "rich": ("cli",),
     "pytest": ("pytest_plugin.py",),
 }
@@ -133,7 +135,7 @@ OPTIONS = {
     "baseline": set(),
     "compare": {
         *("reference", "candidate", *TOKENS, "--all"),
-        *("--markdown", "--json", "--quiet", "--device", "--dtype"),
+        *("--markdown", "--html", "--json", "--quiet", "--device", "--dtype"),
     },
     "convert": {
         *("source", "output", "--scheme", "--rule", "--config", "--group-size", "--dtype"),

@@ -7,10 +7,14 @@ import json
 import pytest
 import tiny_checkpoints as tiny
 from click.testing import CliRunner
+from rich.console import Console
 from safetensors.torch import load_file
 
-from quantload import api
+from quantload import api, cli_compare
+from quantload.accuracy.compare import LayerComparison, ModelComparison
 from quantload.cli import main
+from quantload.cli_compare import comparison_markdown
+from quantload.quant.metrics import ErrorSums
 
 WORST = "model.layers."
 
@@ -36,7 +40,7 @@ def run(*arguments):
 def test_weights_only(folders):
     done = run(*folders)
     assert done.exit_code == 0, done.output
-    assert "The 10 layers with the largest error" in done.stdout
+    assert "The 10 layers that lose most" in done.stdout
     assert "14 weights differ, 2 are equal" in done.stdout
     assert "KL" not in done.stdout
 
@@ -73,12 +77,39 @@ def test_json(folders, ids):
 
 
 def test_markdown(folders):
-    lines = run(*folders, "--markdown").stdout.splitlines()
-    assert lines[0] == "## quantload compare"
-    rows = [line for line in lines if line.startswith(f"| {WORST}")]
-    assert len(rows) == 14
-    errors = [float(row.split("|")[4].split("%")[0]) for row in rows]
+    """The worst ten are open, the rest is folded; both are sorted by the weight's error."""
+    done = run(*folders, "--markdown").stdout
+    lines = done.splitlines()
+    assert lines[0] == "## quantload compare: passed: every error is within its limit"
+    shown, _, rest = done.partition("<details>")
+    tables = [[line for line in text.splitlines() if WORST in line] for text in (shown, rest)]
+    assert [len(rows) for rows in tables] == [10, 4]
+    errors = [float(row.split("|")[3].split("%")[0]) for rows in tables for row in rows]
     assert errors == sorted(errors, reverse=True)
+    assert rest.splitlines()[-1] == "</details>"
+
+
+def test_markdown_escapes_names_of_files(folders):
+    sums = ErrorSums(noise=1.0, signal=100.0, count=1)
+    name = "a|b<script>&"
+    row = LayerComparison(module=name, reference="", candidate="", weight=sums)
+    text = comparison_markdown(ModelComparison(layers=(row,)))
+    (line,) = [line for line in text.splitlines() if line.startswith("| a")]
+    assert line.split(" | ")[0] == r"| a\|b&lt;script>&amp;"
+
+
+@pytest.mark.parametrize(("width", "fits"), [(80, False), (120, True)])
+def test_the_table_fits_the_terminal(folders, ids, monkeypatch, width, fits):
+    """At 80 columns no row is wrapped, at 120 what the candidate holds is there too."""
+    monkeypatch.setattr(cli_compare, "console", lambda: Console(width=width, highlight=False))
+    done = run(*folders, "--token-ids", ids, "--device", "cpu").stdout
+    table = done[: done.index("ranked by share")].splitlines()
+    assert len(table) == 2 + 10
+    assert all(len(line) <= width for line in table)
+    assert table[1].split()[0] == "layer"
+    assert ("W4A16" in table[2]) == fits
+    heads = ("output", "SQNR dB", "share", "over type", "z")
+    assert all(head in table[1] for head in heads)
 
 
 def test_other_models_exit_with_3(folders, tmp_path):

@@ -1,0 +1,247 @@
+"""A comparison as one self-contained page.
+
+Parts that have no data are left out, with a sentence that says why. The numbers are those of the
+comparison: what a cell shows is rounded, what it is sorted by is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from quantload import __version__
+from quantload.accuracy import html_charts, html_distributions
+from quantload.accuracy.compare import LayerComparison, ModelComparison
+from quantload.accuracy.html_pages import listed_all, number, percent, render, sortable
+from quantload.accuracy.html_parts import Cell, Column, Row
+from quantload.accuracy.layer_ranking import RankedLayer, place_of, ranked_layers, standing_apart
+from quantload.quant.metrics import ErrorSums
+
+_HISTOGRAMS = 8
+
+
+def comparison_page(comparison: ModelComparison, *, reference: str, candidate: str) -> str:
+    """Return the page.
+
+    Args:
+        comparison: What `api.compare` returned.
+        reference: Name of the reference, for the heading.
+        candidate: Name of the candidate.
+    """
+    layers = ranked_layers(comparison)
+    return render(
+        "comparison.html.j2",
+        version=__version__,
+        reference=reference,
+        candidate=candidate,
+        passed=comparison.passed,
+        lines=_lines(comparison, layers),
+        facts=_facts(comparison),
+        depth=html_charts.by_depth(layers),
+        propagation=html_charts.propagation(comparison.blocks),
+        kl=html_distributions.kl_parts(comparison.end),
+        histograms=html_distributions.step_histograms(layers, count=_HISTOGRAMS),
+        has_tokens=bool(comparison.end or comparison.blocks)
+        or any(layer.output for layer in layers),
+        columns=_columns(layers),
+        rows=[_layer_row(layer, _columns(layers)) for layer in layers],
+        expert_columns=_EXPERT_COLUMNS,
+        experts=[_expert_row(row, comparison) for layer in layers for row in _experts(layer)],
+        unseen=len(comparison.unseen),
+    )
+
+
+# -- the head --------------------------------------------------------------------------------------
+
+
+def _lines(
+    comparison: ModelComparison, layers: Sequence[RankedLayer]
+) -> list[tuple[str, str, bool]]:
+    """Return (what, names, whether that is bad) of what numbers alone do not say."""
+    standing = [
+        f"{row.name} ({row.over_type_db:+.2f} dB, z {row.z:.1f})" for row in standing_apart(layers)
+    ]
+    lines = [
+        ("Encodings", _encodings(comparison), False),
+        ("Not finite", listed_all(comparison.problems), True),
+        ("Above the limit", listed_all(comparison.failures), True),
+        ("Only in the reference", listed_all(comparison.only_in_reference), True),
+        ("Only in the candidate", listed_all(comparison.only_in_candidate), False),
+        ("Far above the other layers of its type", "; ".join(standing), False),
+        ("Not exercised, no token reached", listed_all(comparison.unseen), False),
+        ("Fewer than 32 tokens reached", listed_all(comparison.few), False),
+        ("Outputs that could not be compared", listed_all(comparison.uncompared), False),
+        ("The models were in memory as a whole", comparison.why_whole, False),
+    ]
+    return [line for line in lines if line[1]]
+
+
+def _encodings(comparison: ModelComparison) -> str:
+    """Say what the weights are held in, most frequent first."""
+    found = Counter(
+        _holds(row.reference, row.candidate)
+        for row in comparison.layers
+        if row.candidate and not row.is_plain
+    )
+    return ", ".join(f"{held} ({count})" for held, count in found.most_common())
+
+
+def _facts(comparison: ModelComparison) -> list[tuple[str, str, str]]:
+    """Return (name, number, what belongs to it)."""
+    weights = [row for row in comparison.layers if row.weight and not row.is_plain]
+    changed = [row for row in weights if row.differs]
+    values = [row.weight.sqnr_db for row in changed if row.weight and not row.problem]
+    facts = [("Weights that differ", f"{len(changed)} of {len(weights)}", "")]
+    if values:
+        facts.append(("Mean SQNR of those", f"{sum(values) / len(values):.2f} dB", ""))
+    end = comparison.end
+    if end is None:
+        return facts
+    facts += [
+        ("Tokens", f"{end.num_tokens}", ""),
+        ("KL, mean", f"{end.kl_mean:.4f}", f"\u00b1 {end.kl_standard_error:.4f} nats"),
+        ("KL, median", f"{end.kl_quantile(0.5):.4f}", "nats"),
+        ("KL, p99", f"{end.kl_quantile(0.99):.4f}", f"p99.9 {end.kl_quantile(0.999):.4f}"),
+        (
+            "Same first token",
+            f"{100 * end.top1:.2f} %",
+            f"\u00b1 {100 * end.top1_standard_error:.2f}",
+        ),
+    ]
+    if math.isfinite(end.loss_mean_change):
+        facts.append(
+            (
+                "Change of ln perplexity",
+                f"{end.loss_mean_change:+.4f}",
+                f"\u00b1 {end.loss_standard_error:.4f} from {end.reference_loss:.4f}",
+            )
+        )
+    return facts
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+_LAYER = Column(name="layer", is_text=True)
+_WEIGHT = Column(name="weight", hint="relative L2 error of the weight")
+_WEIGHT_DB = Column(name="weight dB", hint="SQNR of the weight")
+_OUTPUT = Column(name="output", hint="relative L2 error of the output on the reference's input")
+_MEDIAN = Column(name="median", hint="median over tokens of the output's relative error")
+_OUTPUT_DB = Column(name="output dB", hint="SQNR of the output on the reference's input")
+_TOKENS = Column(name="tokens", hint="tokens that reached it")
+_SHARE = Column(name="share", hint="part of the sum of squared relative errors")
+_OVER = Column(name="over type", hint="above the mean of the other layers of its projection")
+_Z = Column(name="z", hint="that in standard deviations of those layers")
+_STEPS = Column(name="steps", hint="largest error in steps between neighbouring codes")
+_HOLDS = Column(name="holds", is_text=True, hint="encoding in the candidate")
+_WORST = Column(name="worst expert", is_text=True, hint="its number and its error")
+_FEW = Column(name="few", hint="experts that fewer than 32 tokens reached")
+_VERDICT = Column(name="verdict", is_text=True, is_long=True)
+_EXPERT_COLUMNS = [_LAYER, _WEIGHT, _WEIGHT_DB, _OUTPUT, _MEDIAN, _OUTPUT_DB, _TOKENS, _STEPS]
+_EXPERT_COLUMNS += [_HOLDS, _VERDICT]
+
+
+def _columns(layers: Sequence[RankedLayer]) -> list[Column]:
+    has_output = any(layer.output for layer in layers)
+    has_experts = any(layer.is_experts for layer in layers)
+    differ_in_tokens = len({layer.tokens for layer in layers if layer.output}) > 1
+    return [
+        *([_LAYER, _VERDICT] if any(layer.failures for layer in layers) else [_LAYER]),
+        *[_WEIGHT, _WEIGHT_DB],
+        *([_OUTPUT, _MEDIAN, _OUTPUT_DB] if has_output else []),
+        *([_TOKENS] if differ_in_tokens else []),
+        *[_SHARE, _OVER, _Z],
+        *([_STEPS] if any(_max_steps(layer) is not None for layer in layers) else []),
+        *([_WORST, _FEW] if has_experts else []),
+        _HOLDS,
+    ]
+
+
+def _max_steps(layer: RankedLayer) -> float | None:
+    found = [row.rounding.max_steps for row in layer.rows if row.rounding is not None]
+    return max(found) if found else None
+
+
+def _layer_row(layer: RankedLayer, columns: Sequence[Column]) -> Row:
+    worst = f"{place_of(layer.worst.module).expert}: {percent(layer.worst_error.relative)}"
+    few = float(layer.few) if layer.is_experts else None
+    cells = {
+        _LAYER: Cell(text=layer.name),
+        **_error_cells(layer.weight, layer.output, layer.output_median),
+        _TOKENS: _cell(float(layer.tokens) if layer.output else None, ".0f"),
+        _SHARE: Cell(text=percent(layer.share, 2), sort=sortable(layer.share)),
+        _OVER: _cell(layer.over_type_db, "+.2f"),
+        _Z: _cell(layer.z, "+.1f"),
+        _STEPS: _cell(_max_steps(layer), ".3f"),
+        _WORST: Cell(text=worst if layer.is_experts else ""),
+        _FEW: _cell(few, ".0f"),
+        _HOLDS: Cell(text=layer.candidate),
+        _VERDICT: Cell(text=_why(layer)),
+    }
+    return Row(cells=[cells[column] for column in columns], is_bad=bool(layer.failures))
+
+
+def _why(layer: RankedLayer) -> str:
+    if layer.is_experts:
+        return listed_all(layer.failures)
+    (row,) = layer.rows
+    return row.problem or row.failure
+
+
+def _error_cells(
+    weight: ErrorSums | None, output: ErrorSums | None, median: float | None
+) -> dict[Column, Cell]:
+    return {
+        _WEIGHT: _relative(weight),
+        _WEIGHT_DB: _decibel(weight),
+        _OUTPUT: _relative(output),
+        _MEDIAN: Cell(text=percent(median), sort=sortable(median)),
+        _OUTPUT_DB: _decibel(output),
+    }
+
+
+def _relative(sums: ErrorSums | None) -> Cell:
+    value = None if sums is None else sums.relative
+    return Cell(text=percent(value) or _odd(value), sort=sortable(value))
+
+
+def _decibel(sums: ErrorSums | None) -> Cell:
+    value = None if sums is None else sums.sqnr_db
+    return Cell(text=number(value) or _odd(value), sort=sortable(value))
+
+
+def _odd(value: float | None) -> str:
+    """Say what a number is that is none."""
+    if value is None:
+        return ""
+    return "not finite" if math.isnan(value) else "exact" if value > 0 else "no signal"
+
+
+def _cell(value: float | None, form: str) -> Cell:
+    return Cell(text=number(value, form), sort=sortable(value))
+
+
+def _holds(reference: str, candidate: str) -> str:
+    return candidate if reference == candidate else f"{reference} \u2192 {candidate}".strip()
+
+
+def _experts(layer: RankedLayer) -> Sequence[LayerComparison]:
+    return layer.rows if layer.is_experts else ()
+
+
+def _expert_row(row: LayerComparison, comparison: ModelComparison) -> Row:
+    is_few = row.module in comparison.few
+    is_unseen = row.module in comparison.unseen
+    why = row.problem or row.failure
+    cells = {
+        _LAYER: Cell(text=row.module),
+        **_error_cells(row.weight, row.output, row.output_median),
+        _TOKENS: _cell(0.0 if is_unseen else float(row.tokens), ".0f"),
+        _STEPS: _cell(None if row.rounding is None else row.rounding.max_steps, ".3f"),
+        _HOLDS: Cell(text=row.candidate),
+        _VERDICT: Cell(text=why or ("too few tokens to judge its output" if is_few else "passed")),
+    }
+    return Row(cells=[cells[column] for column in _EXPERT_COLUMNS], is_bad=bool(why))
+
+
+__all__ = ["comparison_page"]
