@@ -54,6 +54,10 @@ class LayerComparison:
         output_limit: Largest relative error of the isolated output that passes.
         rounding: Errors of a quantized weight in units of its steps; None where there are none.
         damage: In what the rounding of this layer stands out; "" if it does not.
+        worst_row: Output feature (row of the weight; with experts in one tensor, row of all of
+            them) with the largest relative error; None where the weight is equal or has no rows.
+        worst_row_error: Relative error of that row; infinite where the reference is zero, or a
+            value is not finite.
     """
 
     module: str
@@ -68,6 +72,8 @@ class LayerComparison:
     output_limit: float = QUANTIZED_LIMIT
     rounding: Rounding | None = None
     damage: str = ""
+    worst_row: int | None = None
+    worst_row_error: float | None = None
 
     @property
     def failure(self) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
@@ -11,20 +13,43 @@ from torch import Tensor
 
 from quantload.accuracy.compare import LayerComparison, ModelComparison
 from quantload.accuracy.config_check import config_differences
-from quantload.accuracy.weight_rounding import Rounding, rounding_of, standing_out
+from quantload.accuracy.stored_rows import HeldRows, StoredRows, Value, dense
+from quantload.accuracy.weight_rounding import RoundingSums, standing_out
 from quantload.errors import NotComparable, listed
 from quantload.loader.checkpoint import files_kept_open
+from quantload.loader.code_rows import row_step
 from quantload.loader.experts import apart_as_in
+from quantload.loader.row_reader import RowReader, region_of
 from quantload.loader.source import Source, SourceWeight, as_parameter
+from quantload.loader.workers import Resources, work_through
 from quantload.progress import Progress
-from quantload.quant.metrics import error_sums
+from quantload.quant import compiled
+from quantload.quant.measure import Measured
+from quantload.quant.metrics import ErrorSums, error_sums
 from quantload.quant.qtensor import QuantTensor
+from quantload.quant.row_errors import RowErrors, row_errors
+
+_CPU = torch.device("cpu")
+_ELEMENTS = 1 << 21  # of a weight that are in work at a time
+_BYTES_OF_CODES = 5  # an element that is decoded whole, with what decoding takes
+_CHUNKS_BYTES = 1 << 26
 
 
-@torch.no_grad()
 @files_kept_open()
-def compare_weights(reference: Source, candidate: Source, progress: Progress) -> ModelComparison:
-    """Compare every weight and every other float tensor; one of each is in memory at a time.
+def compare_weights(
+    reference: Source,
+    candidate: Source,
+    progress: Progress,
+    *,
+    resources: Resources | None = None,
+) -> ModelComparison:
+    """Compare every weight and every other float tensor, some rows of each side at a time.
+
+    Args:
+        reference: The checkpoint that is taken as right.
+        candidate: The checkpoint that is judged.
+        progress: Advances by layers.
+        resources: Memory and threads.
 
     Raises:
         NotComparable: They are of different models: no weight is in both, or architectures or
@@ -34,14 +59,9 @@ def compare_weights(reference: Source, candidate: Source, progress: Progress) ->
     candidate = apart_as_in(candidate, reference)
     check_one_model(reference, candidate)
     shared = [module for module in reference.weights if module in candidate.weights]
-    rows = []
-    progress.start("weights", total=len(shared), unit="layers")
-    for module in shared:
-        rows.append(_compare_weight(reference, candidate, module))
-        progress.advance(1, note=module)
-    progress.finish()
-    damage = standing_out({row.module: (row.candidate, row.rounding) for row in rows})
-    rows = [replace(row, damage=damage.get(row.module, "")) for row in rows]
+    found = _compare_shared(reference, candidate, shared, progress, resources or Resources())
+    damage = standing_out({m: (row.candidate, row.rounding) for m, row in found.items()})
+    rows = [replace(found[module], damage=damage.get(module, "")) for module in shared]
     compared = (
         compare_plain(reference, candidate, name) for name in shared_plain(reference, candidate)
     )
@@ -52,30 +72,140 @@ def compare_weights(reference: Source, candidate: Source, progress: Progress) ->
     )
 
 
-def _compare_weight(reference: Source, candidate: Source, module: str) -> LayerComparison:
-    return compare_values(
-        (reference.weights[module], reference.read_weight(module)),
-        (candidate.weights[module], candidate.read_weight(module)),
+def _compare_shared(
+    reference: Source,
+    candidate: Source,
+    modules: Sequence[str],
+    progress: Progress,
+    resources: Resources,
+) -> dict[str, LayerComparison]:
+    """Compare weights, the largest first, each by one thread."""
+    pairs = [_Pair(reference, candidate, module) for module in modules]
+    pairs.sort(key=lambda pair: pair.num_elements, reverse=True)
+    compiled.expect(sum(pair.num_elements for pair in pairs))
+    found: dict[str, LayerComparison] = {}
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[_Pair], None]]:
+        readers = RowReader(_CPU), RowReader(_CPU)
+
+        def compare(pair: _Pair) -> None:
+            found[pair.module] = pair.compare(readers)
+            for reader in readers:
+                reader.shrink()
+
+        try:
+            with files_kept_open():
+                yield compare
+        finally:
+            for reader in readers:
+                reader.close()
+
+    progress.start("weights", total=len(pairs), unit="layers")
+    work_through(
+        pairs,
+        worker,
+        threads=resources.threads(),
+        memory=resources.memory,
+        finished=lambda pair: progress.advance(1, note=pair.module),
     )
+    progress.finish()
+    return found
 
 
+@dataclass(frozen=True)
+class _Pair:
+    """One weight of both checkpoints."""
+
+    reference: Source
+    candidate: Source
+    module: str
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.reference.weights[self.module].parameter_shape)
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory that it needs, estimated from above."""
+        whole = sum(
+            region_of(source.weights[self.module], source) is None
+            and row_step(source, self.module) is None
+            for source in (self.reference, self.candidate)
+        )
+        return _CHUNKS_BYTES + whole * _BYTES_OF_CODES * self.num_elements
+
+    @torch.no_grad()
+    def compare(self, readers: tuple[RowReader, RowReader]) -> LayerComparison:
+        """Compare it."""
+        sides = (
+            StoredRows(source, self.module, reader)
+            for source, reader in zip((self.reference, self.candidate), readers, strict=True)
+        )
+        reference, candidate = sides
+        return _compare_rows((reference.weight, reference), (candidate.weight, candidate))
+
+
+@torch.no_grad()
 def compare_values(
     reference: tuple[SourceWeight, QuantTensor | Tensor],
     candidate: tuple[SourceWeight, QuantTensor | Tensor],
 ) -> LayerComparison:
     """Compare one weight that was read from both checkpoints."""
     (described, original), (weight, held) = reference, candidate
-    rounding: Rounding | None = None
-    values = held if isinstance(held, Tensor) else held.dequantize()
-    if isinstance(held, QuantTensor) and isinstance(original, Tensor):
-        rounding = rounding_of(held, values, original)
-    expected = original if isinstance(original, Tensor) else original.dequantize()
+    return _compare_rows((described, HeldRows(original)), (weight, HeldRows(held)))
+
+
+_Rows = StoredRows | HeldRows
+
+
+def _compare_rows(
+    reference: tuple[SourceWeight, _Rows], candidate: tuple[SourceWeight, _Rows]
+) -> LayerComparison:
+    """Compare one weight, some rows at a time."""
+    (described, wanted), (weight, held) = reference, candidate
+    count = held.num_rows
+    if described.is_transposed != weight.is_transposed:  # one side has input features first
+        values, expected = (
+            as_parameter(dense(rows.rows(0, rows.num_rows)), of)
+            for of, rows in (candidate, reference)
+        )
+        return _row(described, weight, error_sums(values, expected))
+    sums, rounding = ErrorSums(), RoundingSums()
+    noise, signal = (torch.zeros(count, dtype=torch.float64) for _ in range(2))
+    step = math.lcm(wanted.step, held.step)
+    many = max(1, _ELEMENTS // max(1, weight.shape[1] * step)) * step
+    for start in range(0, count, many):
+        stop = min(start + many, count)
+        errors = _errors_of(held.rows(start, stop), wanted.rows(start, stop), rounding)
+        noise[start:stop], signal[start:stop] = errors.noise, errors.signal
+        sums += errors.sums
+    worst = RowErrors(noise=noise, signal=signal, sums=sums).worst()
+    return replace(
+        _row(described, weight, sums),
+        rounding=rounding.result(),
+        worst_row=worst[0] if sums.noise != 0 else None,
+        worst_row_error=worst[1] if sums.noise != 0 else None,
+    )
+
+
+def _errors_of(part: Value, original: Value, rounding: RoundingSums) -> RowErrors:
+    """Return the errors of some rows; of codes against floats they are also counted in steps."""
+    values = dense(part)
+    measured: Measured | None = None
+    if isinstance(part, QuantTensor) and isinstance(original, Tensor):
+        measured = rounding.add(part, values, original)
+    if measured is None or not measured.is_of_reference:
+        return row_errors(values, dense(original))
+    return RowErrors(noise=measured.noise, signal=measured.signals, sums=measured.sums)
+
+
+def _row(described: SourceWeight, weight: SourceWeight, sums: ErrorSums) -> LayerComparison:
     return LayerComparison(
         module=weight.module,
         reference=described.encoding,
         candidate=weight.encoding,
-        weight=error_sums(as_parameter(values, weight), as_parameter(expected, described)),
-        rounding=rounding,
+        weight=sums,
         **_limits(described, weight),
     )
 

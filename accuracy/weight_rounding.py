@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantload.quant.grid import Grid
 from quantload.quant.measure import Measured, measure
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.step_errors import StepErrors, num_values, step_errors
@@ -67,6 +68,55 @@ class Rounding:
     codes: int = 0
 
 
+class RoundingSums:
+    """Gathers what is measured of the rows of one quantized weight."""
+
+    def __init__(self) -> None:
+        self._parts: list[Measured] = []
+        self._counts: StepErrors | None = None
+        self._grid: Grid | None = None
+        self._is_measurable = True
+
+    def add(self, part: QuantTensor, values: Tensor, reference: Tensor) -> Measured | None:
+        """Measure some rows; None if they have no steps, or are not finite.
+
+        Args:
+            part: [n, K].
+            values: [n, K], what it decodes to.
+            reference: [n, K], what it was made from.
+        """
+        found = measure(part, values, reference, nearest=True) if self._is_measurable else None
+        counted = None if found is None else step_errors(part, values, reference)
+        if found is None or counted is None:
+            self._is_measurable = False
+            return None
+        self._parts.append(found)
+        self._counts = counted if self._counts is None else self._counts + counted
+        self._grid = part.grid
+        return found
+
+    def result(self) -> Rounding | None:
+        """Return what was found of all rows; None if some could not be measured."""
+        if not self._is_measurable or self._counts is None or self._grid is None:
+            return None
+        noise, rounding = (
+            torch.cat([getattr(part, name) for part in self._parts])
+            for name in ("noise", "rounding")
+        )
+        row_excess = noise / rounding.clamp(min=sys.float_info.min)
+        return Rounding(
+            beyond=sum(int(part.beyond.sum()) for part in self._parts),
+            max_steps=max(part.max_steps for part in self._parts),
+            block_excess=max(part.block_excess for part in self._parts),
+            row_excess=float(row_excess.quantile(0.9)),
+            histogram=tuple(self._counts.bins.tolist()),
+            bias=self._counts.bias,
+            rail_share=self._counts.rail_share(self._grid),
+            codes_used=self._counts.num_used(self._grid),
+            codes=num_values(self._grid),
+        )
+
+
 def rounding_of(candidate: QuantTensor, values: Tensor, reference: Tensor) -> Rounding | None:
     """Measure a weight in its steps; None if it has none, or is not finite.
 
@@ -77,33 +127,11 @@ def rounding_of(candidate: QuantTensor, values: Tensor, reference: Tensor) -> Ro
     """
     height = candidate.block[0]
     step = max(1, _ROWS_AT_ONCE // max(candidate.shape[1], 1) // height) * height
-    parts: list[Measured] = []
-    counts: StepErrors | None = None
+    sums = RoundingSums()
     for start in range(0, candidate.shape[0], step):
         stop = min(start + step, candidate.shape[0])
-        part, original = candidate.rows(start, stop), reference[start:stop]
-        found = measure(part, values[start:stop], original, nearest=True)
-        if found is None:
-            return None
-        parts.append(found)
-        counted = step_errors(part, values[start:stop], original)
-        assert counted is not None, "what is measured has steps"
-        counts = counted if counts is None else counts + counted
-    assert counts is not None, "a weight has rows"
-    noise, rounding = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("noise", "rounding")
-    )
-    return Rounding(
-        beyond=sum(int(part.beyond.sum()) for part in parts),
-        max_steps=max(part.max_steps for part in parts),
-        block_excess=max(part.block_excess for part in parts),
-        row_excess=float((noise / rounding.clamp(min=sys.float_info.min)).quantile(0.9)),
-        histogram=tuple(counts.bins.tolist()),
-        bias=counts.bias,
-        rail_share=counts.rail_share(candidate.grid),
-        codes_used=counts.num_used(candidate.grid),
-        codes=num_values(candidate.grid),
-    )
+        sums.add(candidate.rows(start, stop), values[start:stop], reference[start:stop])
+    return sums.result()
 
 
 def standing_out(layers: Mapping[str, tuple[str, Rounding | None]]) -> dict[str, str]:
@@ -175,4 +203,4 @@ def _too_much(what: str, excess: float, limit: float) -> str:
     return f"noise of {what} is {excess:.0f} times that of rounding, limit {limit:.0f}"
 
 
-__all__ = ["Rounding", "rounding_of", "standing_out"]
+__all__ = ["Rounding", "RoundingSums", "rounding_of", "standing_out"]

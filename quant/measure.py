@@ -31,7 +31,7 @@ from quantload.quant.metrics import ErrorSums
 from quantload.quant.qtensor import Evaluation, QuantTensor
 from quantload.quant.steps import code_table, half_ulp, scale_sizes, scale_slack
 
-_EXACT = (torch.bfloat16, torch.float16, torch.float32)  # what float32 holds
+EXACT = (torch.bfloat16, torch.float16, torch.float32)  # what float32 holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Measured:
         rounding: [N] float64, sum of squared steps / 12.
         block_excess: Largest noise of a row's part that shares a scale, in units of its rounding.
         count: Number of elements.
-        signal: Sum of squared weights.
+        signals: [N] float64, sum of squared weights of each row.
         max_abs: Largest error.
         max_steps: Largest error in steps.
         beyond: [N] int64, elements further off than rounding to nearest explains; zeros if nobody
@@ -55,7 +55,7 @@ class Measured:
     rounding: Tensor
     block_excess: float
     count: int
-    signal: float
+    signals: Tensor
     max_abs: float
     max_steps: float
     beyond: Tensor
@@ -66,7 +66,7 @@ class Measured:
         """The error sums of these rows."""
         return ErrorSums(
             noise=float(self.noise.sum()),
-            signal=self.signal,
+            signal=float(self.signals.sum()),
             max_abs=self.max_abs,
             count=self.count,
         )
@@ -130,7 +130,7 @@ def _measure_plainly(
         noise=noise.sum(dim=1),
         rounding=rounding.sum(dim=1),
         block_excess=_block_excess(part, noise, rounding),
-        signal=float(target.to(torch.float64).square().sum()),
+        signals=target.to(torch.float64).square().sum(dim=1),
         max_abs=float(error.max()),
         max_steps=float(steps.max()),
         beyond=beyond,
@@ -267,7 +267,7 @@ def _measure_compiled(
         noise=found[:, 0],
         rounding=found[:, 1],
         block_excess=float(found[:, 5].max()),
-        signal=float(found[:, 2].sum()),
+        signals=found[:, 2],
         max_abs=float(found[:, 3].max()),
         max_steps=float(found[:, 4].max()),
         beyond=torch.from_numpy(beyond),
@@ -281,7 +281,7 @@ def fits_loops(part: QuantTensor, values: Tensor, target: Tensor) -> bool:
     is_plain = part.device.type == "cpu" and part.offset is None and part.codes.numel() > 0
     return (
         is_plain
-        and {values.dtype, target.dtype} <= set(_EXACT)
+        and {values.dtype, target.dtype} <= set(EXACT)
         and compiled.is_ready(values.numel())
     )
 
