@@ -18,6 +18,7 @@ from quantload.cli_baseline_report import (
     github_lines,
     junit_text,
     show_check,
+    write_check_page,
 )
 from quantload.cli_options import JSON, QUIET
 from quantload.cli_tokens import read_tokens, token_options
@@ -132,6 +133,7 @@ _PASSED_ON = ("device", "dtype", "repeats", "remade", "sketch", "overwrite")
 @_DTYPE
 @click.option("--strict", is_flag=True, help="Fail too if layers are better than the baseline.")
 @click.option("--junit", type=click.Path(path_type=Path), help="Write a JUnit report.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page with charts to FILE.")
 @click.option("--github", is_flag=True, help="Print annotations for GitHub Actions.")
 @JSON
 @QUIET
@@ -162,13 +164,23 @@ def check(
     failed = not report.passed or (flags["strict"] and bool(report.better))
     if junit is not None:
         api_baseline.write_text(junit, junit_text(report, file, strict=flags["strict"]))
+    command = ["quantload", "baseline", "write", reference or "REF", candidate, str(file)]
+    accept = shlex.join([*command, "--overwrite"])
+    if flags["html"] is not None:
+        write_check_page(
+            flags["html"],
+            report,
+            candidate=candidate,
+            baseline=str(file),
+            accept=accept,
+            strict=flags["strict"],
+        )
     if flags["github"]:
         click.echo("\n".join(github_lines(report, file, strict=flags["strict"])))
     if flags["as_json"]:
         print_json(check_json(report, strict=flags["strict"]))
     else:
-        command = ["quantload", "baseline", "write", reference or "REF", candidate, str(file)]
-        show_check(report, accept=shlex.join([*command, "--overwrite"]), strict=flags["strict"])
+        show_check(report, accept=accept, strict=flags["strict"])
     if failed:
         sys.exit(1)
 

@@ -150,6 +150,41 @@ def check_json(report: BaselineReport, *, strict: bool = False) -> dict[str, Any
     }
 
 
+def write_check_page(
+    page: Path,
+    report: BaselineReport,
+    *,
+    candidate: str,
+    baseline: str,
+    accept: str,
+    strict: bool = False,
+) -> None:
+    """Write a check as an HTML page.
+
+    Args:
+        page: The file; it appears only when it is complete.
+        report: From `check_baseline`.
+        candidate: Name of the checkpoint that was checked.
+        baseline: Name of the baseline's file.
+        accept: The command that writes the baseline anew.
+        strict: Layers that are better than the baseline fail too.
+
+    Raises:
+        OutputError: The page cannot be written.
+    """
+    from quantload.accuracy.html_check import check_page  # jinja2 only where it is needed
+    from quantload.api_baseline import write_text
+
+    text = check_page(
+        report,
+        candidate=Path(candidate).name or candidate,
+        baseline=baseline,
+        accept=accept,
+        strict=strict,
+    )
+    write_text(page, text)
+
+
 # -- for CI ----------------------------------------------------------------------------------------
 
 
@@ -242,4 +277,5 @@ __all__ = [
     "junit_text",
     "show_check",
     "summary",
+    "write_check_page",
 ]

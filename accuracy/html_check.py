@@ -10,7 +10,7 @@ from quantload.accuracy.baseline_verdict import BaselineReport, LayerVerdict
 from quantload.accuracy.html_charts import depth_axis
 from quantload.accuracy.html_pages import chart, drawn, listed_all, number, render, sortable
 from quantload.accuracy.html_parts import Cell, Column, Figure, LegendEntry, Part, Row
-from quantload.accuracy.layer_ranking import place_of
+from quantload.accuracy.layer_ranking import Place, place_of
 from quantload.accuracy.svg_axes import linear_axis
 from quantload.accuracy.svg_charts import FULL, Series, line_chart, swatch
 from quantload.errors import counted
@@ -30,7 +30,9 @@ _COLUMNS = [
 ]
 
 
-def check_page(report: BaselineReport, *, candidate: str, baseline: str, accept: str) -> str:
+def check_page(
+    report: BaselineReport, *, candidate: str, baseline: str, accept: str, strict: bool = False
+) -> str:
     """Return the page.
 
     Args:
@@ -38,6 +40,7 @@ def check_page(report: BaselineReport, *, candidate: str, baseline: str, accept:
         candidate: Name of the checkpoint that was checked, for the heading.
         baseline: Name of the baseline's file.
         accept: The command that writes the baseline anew; shown where the check fails.
+        strict: Layers that are better than the baseline fail too.
     """
     worst = report.worst(len(report.layers))
     return render(
@@ -46,10 +49,9 @@ def check_page(report: BaselineReport, *, candidate: str, baseline: str, accept:
         candidate=candidate,
         baseline=baseline,
         accept=accept,
-        passed=report.passed,
+        passed=report.passed and not (strict and report.better),
         facts=_facts(report),
-        failures=_failures(report),
-        better=listed_all([layer.name for layer in report.better]),
+        lines=_lines(report, strict=strict),
         depth=_by_depth(report.layers),
         columns=_COLUMNS,
         worst=[_row(layer) for layer in worst[:_WORST]],
@@ -61,29 +63,46 @@ def _facts(report: BaselineReport) -> list[tuple[str, str, str]]:
     """Return (name, number, what belongs to it)."""
     broken = sum(bool(layer.failure) for layer in report.layers)
     facts = [
-        ("Unchanged layers", str(report.unchanged), "same digest"),
-        ("Changed layers", str(len(report.layers)), ""),
+        ("Unchanged layers", str(report.unchanged), ""),
+        ("Changed layers", str(len(report.changed)), f"{len(report.layers)} measured"),
         ("Worse than they may be", str(broken), ""),
         ("Better than the baseline", str(len(report.better)), ""),
     ]
-    end = {} if report.now is None else report.now.end
+    before, now = report.baseline, report.now
+    if before is None or now is None:
+        return facts
+    facts.append(
+        ("Bits a weight", f"{now.bits_per_weight:.3f}", f"was {before.bits_per_weight:.3f}")
+    )
     names = {"kl_mean": "KL, mean", "top1": "Same first token"}
-    return facts + [
-        (names.get(metric, metric), f"{mean:.4f}", f"\u00b1 {error:.4f} now")
-        for metric, (mean, error) in end.items()
-    ]
+    for metric, (mean, error) in now.end.items():
+        was = f", was {before.end[metric][0]:.4f}" if metric in before.end else ""
+        facts.append((names.get(metric, metric), f"{mean:.4f}", f"\u00b1 {error:.4f}{was}"))
+    return facts
 
 
-def _failures(report: BaselineReport) -> list[str]:
+def _lines(report: BaselineReport, *, strict: bool) -> list[tuple[str, bool]]:
+    """Return (sentence, whether that is bad) of what concerns all layers together."""
     lines = [
-        f"{counted(len(names), 'layer')} {what}: {listed_all(names)}"
+        (f"{counted(len(names), 'layer')} {what}: {listed_all(names)}", True)
         for names, what in (
             (report.added, "not in the baseline"),
             (report.removed, "missing from the candidate"),
         )
         if names
     ]
-    return [*lines, *report.failures]
+    lines += sorted(
+        ((gate.text, gate.failed) for gate in report.gates), key=lambda line: not line[1]
+    )
+    if report.better:
+        names = listed_all([layer.name for layer in report.better])
+        lines.append((f"Better than the baseline, which can be tightened: {names}", strict))
+    lines += [(note, False) for note in report.notes]
+    for what, made in (("Baseline", report.baseline), ("Check", report.now)):
+        if made is not None and made.made_on:
+            on = ", ".join(f"{name} {value}" for name, value in made.made_on.items())
+            lines.append((f"{what} made on: {on}", False))
+    return lines
 
 
 def _row(layer: LayerVerdict) -> Row:
@@ -92,9 +111,9 @@ def _row(layer: LayerVerdict) -> Row:
     cells = [
         Cell(text=layer.name),
         _error(before.weight),
-        _error(now.weight),
+        _error(now.weight, is_about=now.estimate_db is not None),
         Cell(text=f"{layer.change_db:+.3f}", sort=sortable(layer.change_db)),
-        Cell(text=f"{layer.tolerance_db:g}", sort=sortable(layer.tolerance_db)),
+        Cell(text=f"{layer.tolerance_db:.3g}", sort=sortable(layer.tolerance_db)),
         _error(before.output_median),
         _error(now.output_median),
         Cell(text=verdict or "within its tolerance"),
@@ -102,16 +121,16 @@ def _row(layer: LayerVerdict) -> Row:
     return Row(cells=cells, is_bad=bool(layer.failure))
 
 
-def _error(value: float | None) -> Cell:
-    return Cell(text=number(value, ".5g"), sort=sortable(value))
+def _error(value: float | None, *, is_about: bool = False) -> Cell:
+    text = number(value, ".5g")
+    return Cell(text=f"about {text}" if is_about else text, sort=sortable(value))
 
 
 def _by_depth(layers: Sequence[LayerVerdict]) -> Part:
     """Chart the change in dB of each layer by number of block, a line a projection type."""
     if not layers:
         return Part(why="Every layer has the digest of the baseline: nothing was measured.")
-    places = [(place_of(layer.name), layer) for layer in layers]
-    deep = [(place, layer) for place, layer in places if place.depth is not None]
+    deep = _of_blocks(layers)
     if not deep:
         return Part(why="None of the layers that have changed is in a numbered block.")
     kinds = sorted({place.kind for place, _ in deep})
@@ -126,7 +145,9 @@ def _by_depth(layers: Sequence[LayerVerdict]) -> Part:
         )
         for style, kind in enumerate(kinds)
     ]
-    tolerance = min(layer.tolerance_db for _, layer in deep)
+    tolerances = {layer.tolerance_db for _, layer in deep}
+    tolerance = min(tolerances)
+    which = "tolerance" if len(tolerances) == 1 else "smallest tolerance"
     values = [0.0, tolerance, *(y for one in series for _, y, _ in one.points)]
     shown = chart(
         lambda size: line_chart(
@@ -135,14 +156,16 @@ def _by_depth(layers: Sequence[LayerVerdict]) -> Part:
             y=linear_axis("change, dB", values),
             title="Change of the error in dB by number of block, one line a projection type",
             size=size,
-            limits=[(tolerance, f"tolerance {tolerance:g} dB")],
+            limits=[(tolerance, f"{which} {tolerance:.3g} dB")],
         ),
         wide_size=FULL,
     )
     beyond = sum(abs(layer.change_db) > _LARGEST_DB for _, layer in deep)
     note = f"{beyond} beyond {_LARGEST_DB:g} dB are drawn there. " if beyond else ""
-    left = len(layers) - len(deep)
-    note += f"{left} outside numbered blocks are not drawn." if left else ""
+    left = sum(place_of(layer.name).depth is None for layer in layers)
+    note += f"{left} outside numbered blocks are not drawn. " if left else ""
+    if any(place.expert is not None for place, _ in deep):
+        note += "Of experts, those of each block that grew most."
     legend = [
         LegendEntry(label=kind, style=style, swatch=drawn(swatch(style)))
         for style, kind in enumerate(kinds)
@@ -151,12 +174,23 @@ def _by_depth(layers: Sequence[LayerVerdict]) -> Part:
     return Part(figures=[figure], legend=legend)
 
 
+def _of_blocks(layers: Sequence[LayerVerdict]) -> list[tuple[Place, LayerVerdict]]:
+    """Return the layers in numbered blocks, of the experts of a block those that grew most."""
+    found: dict[str, tuple[Place, LayerVerdict]] = {}
+    for layer in layers:
+        place = place_of(layer.name)
+        known = found.get(place.group)
+        if place.depth is not None and (known is None or layer.change_db > known[1].change_db):
+            found[place.group] = place, layer
+    return list(found.values())
+
+
 def _clipped(db: float) -> float:
     return db if math.isnan(db) else min(max(db, -_LARGEST_DB), _LARGEST_DB)
 
 
 def _tooltip(layer: LayerVerdict) -> str:
-    text = f"{layer.name}: {layer.change_db:+.3f} dB, may grow by {layer.tolerance_db:g} dB"
+    text = f"{layer.name}: {layer.change_db:+.3f} dB, may grow by {layer.tolerance_db:.3g} dB"
     return f"{text}; {layer.failure}" if layer.failure else text
 
 
