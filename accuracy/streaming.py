@@ -1,6 +1,7 @@
 """Run token sequences through a model block by block, so that it is never wholly in memory.
 
-    once            what lies outside the layers (embedding, norms) is loaded and stays
+    once            what lies outside the layers (norms) is loaded and stays; embedding and head
+                    stay in the file, see `vocabulary_in_file.py`
     for each layer  its weights are loaded, all sequences go through it, the weights are let go;
                     hidden states wait on the CPU from one layer to the next
 
@@ -14,8 +15,6 @@ Sequences of one length go together; nothing is ever padded.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
@@ -23,8 +22,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from quantload.accuracy.streaming_step import DoneLayer, HeadInput, LayerStep, Reached
+from quantload.accuracy.streaming_end import OutputEnd
+from quantload.accuracy.streaming_load import BlockLoader, block_of, give_back_memory
+from quantload.accuracy.streaming_step import DoneLayer, LayerStep, Reached
 from quantload.accuracy.streaming_tokens import batches_of, check_sequences
+from quantload.accuracy.vocabulary_in_file import leave_in_file
 from quantload.errors import MissingTensor, ModelError
 from quantload.layers.experts_layout import holds_experts
 from quantload.layers.experts_proof import fused_experts
@@ -36,29 +38,13 @@ from quantload.layers.replacement import put
 from quantload.layers.siblings import is_plain_linear
 from quantload.layers.surgery import finish
 from quantload.loader.assign import assign, planned
-from quantload.loader.places import Job, RankShare
+from quantload.loader.places import Job
 from quantload.loader.source import Source
 from quantload.mappers.facts import missing_layers
-from quantload.mappers.mapper import Target, WeightMapper
+from quantload.mappers.mapper import WeightMapper
 from quantload.progress import Progress
 
 Watch = Callable[[Mapping[str, nn.Module]], AbstractContextManager[object]]
-_OUTSIDE = -1  # number of what lies in no layer
-
-
-@dataclass(frozen=True)
-class _OneBlock(RankShare):
-    """What is loaded for one layer: everything outside of it is elsewhere.
-
-    Args:
-        block: Path of the layer.
-    """
-
-    block: str = ""
-
-    def is_elsewhere(self, target: Target) -> bool:
-        """True if a place lies outside of the layer."""
-        return not f"{target.name}.".startswith(f"{self.block}.")
 
 
 @dataclass(frozen=True)
@@ -150,16 +136,19 @@ class StreamedModel:
             progress.advance(1, note=block.path)
         progress.finish()
 
-    def blocks(self, *, with_logits: bool = False) -> Iterator[Block]:
+    def blocks(self, *, with_logits: bool = False, apart: bool = False) -> Iterator[Block]:
         """Load one part of the model after the other; each is let go of before the next comes.
 
         Args:
-            with_logits: Load the output head too, and have the last block return logits.
+            with_logits: Have the last block return logits.
+            apart: Leave what follows the layers out of the last block, which returns hidden states
+                as all others do: `end` goes on with them, some tokens at a time. Of a model that is
+                loaded as a whole the one block returns logits.
         """
         if self.cut is None:
-            yield self._whole(with_logits=with_logits)
+            yield self._whole(with_logits=with_logits or apart)
             return
-        yield from self._layers(self.cut, with_logits=with_logits)
+        yield from self._layers(self.cut, with_logits=with_logits, apart=apart)
 
     # -- as a whole ----------------------------------------------------------------------------
 
@@ -176,13 +165,12 @@ class StreamedModel:
 
     # -- block by block ------------------------------------------------------------------------
 
-    def _layers(self, cut: PipelineCut, *, with_logits: bool) -> Iterator[Block]:
-        layers = self.model.get_submodule(cut.layers)
-        assert isinstance(layers, nn.ModuleList), f"{cut.layers} is a list of layers"
+    def _layers(self, cut: PipelineCut, *, with_logits: bool, apart: bool) -> Iterator[Block]:
+        layers = self._list(cut)
         waiting = list(layers)
         for number, layer in enumerate(waiting):
             layers[number] = DoneLayer(layer)
-        self._load_outside(cut, with_head=with_logits)
+        self._load_outside(cut, with_head=with_logits or apart)
         outside = self._outside(cut)
         head = None if with_logits else self._head(cut)
         for number in range(cut.count):
@@ -191,18 +179,28 @@ class StreamedModel:
             layers[number] = layer
             modules = {f"{path}.{name}": module for name, module in layer.named_modules() if name}
             modules |= outside["first"] if number == 0 else {}
-            modules |= outside["last"] if number == cut.count - 1 else {}
-            step = self._stepper(layer, list(layers)[number + 1 : number + 2], head)
+            modules |= outside["last"] if number == cut.count - 1 and not apart else {}
+            following = layers[number + 1] if number + 1 < cut.count else None
+            step = _Stepper(self, layer, following, head, apart=apart)
             yield Block(path, modules, step)
             layers[number] = DoneLayer(layer, returned=step.returned)
             waiting[number] = nn.Identity()
-            del layer, modules, step  # lets go of the weights before the next ones come
-            _give_back_memory()
+            step.let_go()
+            modules.clear()  # whoever still has the block: its weights go before the next come
+            del layer, modules, step
+            give_back_memory()
 
-    def _stepper(
-        self, layer: nn.Module, following: Sequence[nn.Module], head: nn.Module | None
-    ) -> _Stepper:
-        return _Stepper(self, layer, following[0] if len(following) else None, head)
+    def end(self) -> OutputEnd:
+        """Return what follows the layers, after all blocks have run that were asked for `apart`."""
+        assert self.cut is not None, "a model that is loaded as a whole has no end apart"
+        last = self._list(self.cut)[-1]
+        assert isinstance(last, DoneLayer), "all blocks have run"
+        return OutputEnd(self.model, last, self.cut.head, self._forward, self.device)
+
+    def _list(self, cut: PipelineCut) -> nn.ModuleList:
+        layers = self.model.get_submodule(cut.layers)
+        assert isinstance(layers, nn.ModuleList), f"{cut.layers} is a list of layers"
+        return layers
 
     def _head(self, cut: PipelineCut) -> nn.Module | None:
         return self.model.get_submodule(cut.head) if cut.head else None
@@ -217,53 +215,24 @@ class StreamedModel:
                 found["last" if is_after else "first"][path] = module
         return found
 
+    def _loader(self, cut: PipelineCut) -> BlockLoader:
+        return BlockLoader(self.source, self.prepared, self.device, cut, self.jobs)
+
     def _load_outside(self, cut: PipelineCut, *, with_head: bool) -> None:
-        elsewhere = [f"{cut.layers}.{number}" for number in range(cut.count)]
-        tied = dict(self.prepared.tied)
-        is_tied = any(f"{cut.head}.weight" in pair for pair in tied.items())
-        has_width = cut.head and hasattr(self.model.get_submodule(cut.head), "in_features")
-        if has_width and not is_tied and not with_head:
-            put(self.model, cut.head, HeadInput(self.model.get_submodule(cut.head)))
-            elsewhere.append(cut.head)
-        done = assign(
+        vocabulary = leave_in_file(
             self.model,
-            self._source_of(cut, _OUTSIDE),
-            self.mapper,
+            self.source,
+            self.jobs,
+            self.prepared.tied,
+            embedding=cut.embedding,
+            head=cut.head,
+            layers=cut.layers,
             device=self.device,
-            tied=tied,
-            share=RankShare(elsewhere=tuple(elsewhere)),
         )
-        finish(self.model, self.device, untied=done.untied)
+        self._loader(cut).outside(vocabulary, with_head=with_head)
 
     def _load_layer(self, cut: PipelineCut, layer: nn.Module, number: int) -> None:
-        path = f"{cut.layers}.{number}"
-        assign(
-            _shell(path, layer),
-            self._source_of(cut, number),
-            self.mapper,
-            device=self.device,
-            tied={},
-            share=_OneBlock(block=path),
-        )
-        for module in layer.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type != "meta":
-                    module._buffers[name] = buffer.to(self.device)
-        tensors = (*layer.named_parameters(), *layer.named_buffers())
-        left = [name for name, tensor in tensors if tensor.device.type == "meta"]
-        if left:
-            raise ModelError(f"never loaded: `{left[0]}` of `{path}`")
-        layer.requires_grad_(False)
-
-    def _source_of(self, cut: PipelineCut, number: int) -> Source:
-        """Return the checkpoint with nothing but what goes to one layer, or outside of them."""
-        names = {job.name for job in self.jobs if _block_of(job.target.module, cut) == number}
-        source = self.source
-        return replace(
-            source,
-            weights={name: weight for name, weight in source.weights.items() if name in names},
-            plain={name: entry for name, entry in source.plain.items() if name in names},
-        )
+        self._loader(cut).layer(layer, number)
 
     def _forward(self, ids: Tensor) -> Tensor | None:
         """Run the model; returns its logits, or None if it ended before or has none."""
@@ -286,18 +255,27 @@ class _Stepper:
         layer: nn.Module,
         following: nn.Module | None,
         head: nn.Module | None,
+        *,
+        apart: bool,
     ) -> None:
         self._streamed, self._layer = streamed, layer
         self._following, self._head = following, head
+        self._ends = apart and following is None
         self.returned = 0
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, state: Tensor | None) -> Tensor | None:
-        device = self._streamed.device
-        with LayerStep(self._layer, self._following, self._head, state, device) as step:
-            logits = self._streamed._forward(ids)
+        streamed, device = self._streamed, self._streamed.device
+        ends, head = self._ends, None if self._ends else self._head
+        with LayerStep(self._layer, self._following, head, state, device, ends=ends) as step:
+            logits = streamed._forward(ids)
         self.returned = step.returned
-        return logits if self._following is None and self._head is None else step.result
+        has_logits = self._following is None and head is None and not ends
+        return logits if has_logits else step.result
+
+    def let_go(self) -> None:
+        """Forget the layer: its turn is over."""
+        self._layer = nn.Identity()
 
 
 def open_streamed(
@@ -351,7 +329,7 @@ def _cut_of(model: TransformersModel) -> tuple[PipelineCut | None, str]:
     except ModelError as error:
         return None, error.message.partition(": ")[2] or error.message
     for one, two in tied_names(model).items():
-        if _block_of(one, cut) != _block_of(two, cut):
+        if block_of(one, cut) != block_of(two, cut):
             return None, f"`{one}` and `{two}` are one parameter"
     head = output_head(model)
     is_known = head is None or is_plain_linear(head)
@@ -368,32 +346,6 @@ def _watchable_experts(model: TransformersModel, dtype: torch.dtype) -> Iterator
             yield path, ours
         else:
             put(model, path, ours)
-
-
-def _block_of(path: str, cut: PipelineCut) -> int:
-    """Return the number of the layer that a module or parameter lies in; -1 for none."""
-    start = f"{cut.layers}."
-    return int(path.removeprefix(start).partition(".")[0]) if path.startswith(start) else _OUTSIDE
-
-
-def _give_back_memory() -> None:
-    """Let the allocator give what is free to the system: glibc keeps what was a layer's weights."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-
-
-def _shell(path: str, layer: nn.Module) -> nn.Module:
-    """Return a module that has nothing but a layer at a path."""
-    outer = nn.Module()
-    *parents, name = path.split(".")
-    inner = outer
-    for parent in parents:
-        inner.add_module(parent, nn.Module())
-        inner = inner.get_submodule(parent)
-    inner.add_module(name, layer)
-    return outer
 
 
 __all__ = ["StreamedModel", "open_streamed"]

@@ -67,6 +67,12 @@ class LayerStep:
         head: The output head, where the forward of the last layer ends; None if it goes on.
         state: What the layer is given, [B, T, H] on the CPU; None lets the model give it.
         device: Where the layer is.
+        ends: End the forward after the layer; the result is what it returns.
+
+    Attributes:
+        result: What the next layer is given, or this one returns, [B, T, H] on the CPU.
+        head_input: What the head is given, where the forward ended there, [..., H].
+        returned: How many parts the tuple has that the layer returned; 0 if it returned no tuple.
     """
 
     def __init__(
@@ -76,11 +82,14 @@ class LayerStep:
         head: nn.Module | None,
         state: Tensor | None,
         device: torch.device,
+        *,
+        ends: bool = False,
     ) -> None:
         self._layer, self._following, self._head = layer, following, head
-        self._state, self._device = state, device
+        self._state, self._device, self._ends = state, device, ends
         self._handles: list[Any] = []
         self.result: Tensor | None = None
+        self.head_input: Tensor | None = None
         self.returned = _UNKNOWN
 
     def __enter__(self) -> LayerStep:
@@ -90,7 +99,7 @@ class LayerStep:
         if self._following is not None:
             add(self._following.register_forward_pre_hook(self._take, with_kwargs=True))
         elif self._head is not None:
-            add(self._head.register_forward_pre_hook(_stop))
+            add(self._head.register_forward_pre_hook(self._keep_head_input, with_kwargs=True))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -110,6 +119,11 @@ class LayerStep:
 
     def _note(self, _: nn.Module, __: tuple[Any, ...], output: object) -> None:
         self.returned = len(output) if isinstance(output, tuple) else 0
+        if self._ends:
+            x = output[0] if isinstance(output, tuple) else output
+            assert isinstance(x, Tensor), "hidden states, as the proof of the cut has seen"
+            self.result = x.cpu()
+            raise Reached
 
     def _take(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what the next layer is given: also what the model does between two layers."""
@@ -117,9 +131,9 @@ class LayerStep:
         self.result = x.cpu()
         raise Reached
 
-
-def _stop(*_: object) -> None:
-    raise Reached
+    def _keep_head_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.head_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        raise Reached
 
 
 __all__ = ["DoneLayer", "HeadInput", "LayerStep", "Reached"]

@@ -155,7 +155,7 @@ class VocabParallelEmbedding(nn.Embedding):
             lambda: table.weight_values(dtype),
             (rows, self.embedding_dim),
             dtype=dtype,
-            device=table.packed.codes.device,
+            device=table.device,
         )
 
     def _apply(

@@ -163,16 +163,27 @@ def schemes_in_model(mapper: WeightMapper, schemes: Mapping[str, Scheme]) -> dic
 
 
 def finish(
-    model: TransformersModel, device: torch.device, *, untied: Iterable[str] = ()
+    model: TransformersModel,
+    device: torch.device,
+    *,
+    untied: Iterable[str] = (),
+    keeps_ties: bool = False,
 ) -> TransformersModel:
     """Make a loaded model ready: buffers on the device, nothing left on meta, no gradients.
 
     It refuses what it cannot do, see `layers/guard.py`.
 
+    Args:
+        model: All of its parameters are loaded.
+        device: Where it lives.
+        untied: Parameters that the checkpoint holds with values of their own.
+        keeps_ties: Leave in the config that embedding and head are one, although they are no
+            parameters.
+
     Raises:
         ModelError: A parameter or buffer was never loaded.
     """
-    if tuple(untied) or not tied_names(model):
+    if tuple(untied) or not (keeps_ties or tied_names(model)):
         untie_in_config(model)
     for module in model.modules():
         for name, buffer in module._buffers.items():
