@@ -69,7 +69,7 @@ def row_step(source: Source, module: str) -> int | None:
     blocks = CodeReadings(source, _CPU).blocks_of(source.weights[module])
     if blocks is None:
         return None
-    return math.lcm(*(height for height, _ in blocks.values() if height))
+    return math.lcm(*(height for height, *_ in blocks.values() if height))
 
 
 __all__ = ["CodeRows", "row_step"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from quantload.errors import QuantloadError
 from quantload.loader.checkpoint import Checkpoint, TensorEntry
 from quantload.loader.places import Job
-from quantload.loader.portion import Portion, Span, portion_of
+from quantload.loader.portion import Span, portion_of
 from quantload.loader.reading import Reading, Value, lies_in_file, owned
 from quantload.loader.receivers import is_receiver
 from quantload.loader.row_reader import RowReader
 from quantload.loader.runs import Fetch
-from quantload.loader.source import Source, SourceWeight, is_of_input
+from quantload.loader.source import Block, Source, SourceWeight
 from quantload.loader.source_view import slice_of
 from quantload.quant.qtensor import QuantTensor
-from quantload.quant.region import Region
+from quantload.quant.region import WHOLE, Region
 from quantload.quant.stacking import stack
 
 
@@ -54,12 +54,14 @@ class _Piece:
         fetches: Parts of its tensors by name, and the columns of each that are needed.
         rows: Rows of these blocks that are wanted; None is all.
         columns: The same for columns.
+        flat: Names of tensors that lack their axis of experts.
     """
 
     weight: SourceWeight
     fetches: Mapping[str, tuple[Fetch, Span | None]]
     rows: Span | None
     columns: Span | None
+    flat: frozenset[str] = frozenset()
 
 
 class CodeReadings:
@@ -82,11 +84,14 @@ class CodeReadings:
             and all(lies_in_file(tensors[name]) for name in weight.leaves.values())
         )
 
-    def blocks_of(self, weight: SourceWeight) -> Mapping[str, tuple[int, int]] | None:
-        """Return `Reader.blocks_of` of a matrix whose parts can be read; None if they cannot."""
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, Block] | None:
+        """Return `Reader.blocks_of` of a matrix whose rows can be read; None if they cannot."""
         if not weight.is_quantized or not weight.is_matrix or not self._can_stream(weight):
             return None
-        return self.source.reader.blocks_of(weight)
+        blocks = self.source.reader.blocks_of(weight)
+        if blocks is None or any(b.has_inputs_first and b.rows for b in blocks.values()):
+            return None  # rows of the weight are no rows of its tensors
+        return blocks
 
     def decode_rows(self, weight: SourceWeight, rows: Span, reader: RowReader) -> Value:
         """Read and decode rows of a weight [N, K] at once.
@@ -116,14 +121,24 @@ class CodeReadings:
             return None
         is_whole = job.target.cut is not None or job.target.join is not None
         is_whole |= not is_receiver(module) or not weight.is_matrix
+        is_whole |= region.is_whole
         blocks = None if is_whole else self.source.reader.blocks_of(weight)
-        if blocks is None or region.is_whole:
+        if blocks is None:
             pieces = [self._piece(weight, None, None, None)]
             return [self._reading(pieces, partial(self._decoded, pieces))]
-        runs: Sequence[Span | None] = region.rows or (None,)
-        pieces = [self._piece(weight, blocks, rows, region.columns) for rows in runs]
+        pieces = self._pieces(weight, blocks, region)
         value = partial(self._decoded_or_cut, pieces, job, region)
         return [replace(self._reading(pieces, value), is_cut=True)]
+
+    def _pieces(
+        self,
+        weight: SourceWeight,
+        blocks: Mapping[str, Block],
+        region: Region,
+        expert: int | None = None,
+    ) -> list[_Piece]:
+        runs: Sequence[Span | None] = region.rows or (None,)
+        return [self._piece(weight, blocks, rows, region.columns, expert) for rows in runs]
 
     def _reading(self, pieces: Sequence[_Piece], value: Callable[[], Value]) -> Reading:
         fetches = tuple(fetch for piece in pieces for fetch, _ in piece.fetches.values())
@@ -132,30 +147,42 @@ class CodeReadings:
     def _piece(
         self,
         weight: SourceWeight,
-        blocks: Mapping[str, tuple[int, int]] | None,
+        blocks: Mapping[str, Block] | None,
         rows: Span | None,
         columns: Span | None,
+        expert: int | None = None,
     ) -> _Piece:
         count, width = weight.shape
-        sizes = blocks or dict.fromkeys(weight.leaves, (0, 0))
-        down = _aligned(rows, [size[0] for size in sizes.values()], count)
-        across = _aligned(columns, [size[1] for size in sizes.values()], width)
-        fetches = {}
+        sizes = blocks or dict.fromkeys(weight.leaves, Block(0, 0))
+        down = _aligned(rows, [size.rows for size in sizes.values()], count)
+        across = _aligned(columns, [size.columns for size in sizes.values()], width)
+        fetches, flat = {}, set()
         for leaf, name in weight.leaves.items():
-            high, wide = sizes[leaf]
-            portion, left = portion_of(
-                self.source.checkpoint.tensors[name],
-                None if down is None or not high else (_scaled(down, high),),
-                None if across is None or not wide else _scaled(across, wide),
-            )
+            size = sizes[leaf]
+            entry = self.source.checkpoint.tensors[name]
+            if expert is not None and size != Block(0, 0):
+                entry = _flat_expert(entry, expert)
+                flat.add(name)
+            elif expert is not None and entry.shape and entry.shape[0] == weight.experts:
+                entry = slice_of(entry, expert)
+            first = None if down is None or not size.rows else _scaled(down, size.rows)
+            second = None if across is None or not size.columns else _scaled(across, size.columns)
+            if size.has_inputs_first:
+                first, second = second, first
+            portion, left = portion_of(entry, None if first is None else (first,), second)
             fetches[name] = Fetch(portion, self.device, is_kept=False), left
-        first, last = down or (0, count)
+        top, bottom = down or (0, count)
         left_of, right_of = across or (0, width)
         return _Piece(
-            replace(weight, shape=(last - first, right_of - left_of)),
+            replace(
+                weight,
+                shape=(bottom - top, right_of - left_of),
+                experts=weight.experts if expert is None else 1,
+            ),
             fetches,
             _within(rows, down),
             _within(columns, across),
+            frozenset(flat),
         )
 
     def _decoded(self, pieces: Sequence[_Piece]) -> Value:
@@ -169,9 +196,12 @@ class CodeReadings:
     def _decoded_piece(self, piece: _Piece) -> Value:
         values, tensors = {}, {}
         for name, (fetch, columns) in piece.fetches.items():
-            tensors[name] = fetch.portion.as_entry()
-            stored = fetch.take()
-            values[name] = stored if columns is None else stored[:, slice(*columns)].contiguous()
+            entry, stored = fetch.portion.as_entry(), fetch.take()
+            stored = stored if columns is None else stored[:, slice(*columns)].contiguous()
+            if name in piece.flat:  # the axis of experts again
+                stored = stored[None]
+                entry = replace(entry, shape=tuple(stored.shape))
+            tensors[name], values[name] = entry, stored
         value = self._decode(piece.weight, tensors, values)
         if isinstance(value, QuantTensor):
             value = value if piece.columns is None else value.columns(*piece.columns)
@@ -208,8 +238,9 @@ class CodeReadings:
         assert weight is not None, "codes are those of a weight"
         if not weight.experts or job.target.cut is not None or not self._can_stream(weight):
             return None
-        if not reader.has_experts_apart or any(is_of_input(leaf) for leaf in weight.leaves):
+        if not reader.has_experts_apart:
             return None
+        blocks = reader.blocks_of(weight)
         parts = len(regions) // weight.experts
         filled = [target.slot for target in job.targets()]
         found: list[Reading] = []
@@ -218,7 +249,10 @@ class CodeReadings:
             held = [slot for slot in slots if regions[slot] is not None]
             if not held:
                 continue
-            piece = self._expert(weight, expert)
+            if blocks is not None and any(regions[slot] != WHOLE for slot in slots):
+                found += self._parts_of_expert(job, blocks, expert, {s: regions[s] for s in held})
+                continue
+            piece = self._piece(weight, None, None, None, expert)
             reading = self._reading([piece], partial(self._decoded, [piece]))
             whole = _Once(reading.value, len(held))
             for number, slot in enumerate(held):
@@ -237,14 +271,32 @@ class CodeReadings:
                 )
         return found
 
-    def _expert(self, weight: SourceWeight, expert: int) -> _Piece:
-        fetches: dict[str, tuple[Fetch, Span | None]] = {}
-        for name in weight.leaves.values():
-            entry = self.source.checkpoint.tensors[name]
-            if len(entry.shape) > 0 and entry.shape[0] == weight.experts:
-                entry = slice_of(entry, expert)
-            fetches[name] = Fetch(Portion(entry), self.device, is_kept=False), None
-        return _Piece(replace(weight, experts=1), fetches, None, None)
+    def _parts_of_expert(
+        self,
+        job: Job,
+        blocks: Mapping[str, Block],
+        expert: int,
+        regions: Mapping[int, Region | None],
+    ) -> Iterator[Reading]:
+        """Yield what is read of an expert for each slot of which a rank holds a region."""
+        weight, height = job.weight, job.shape[0]
+        assert weight is not None, "codes are those of a weight"
+        rows, filled = weight.shape[0], [target.slot for target in job.targets()]
+        for slot, region in regions.items():
+            assert region is not None, "held"
+            first = slot * height - expert * rows
+            runs = [(first + a, first + b) for a, b in region.rows or ((0, height),)]
+            pieces = self._pieces(weight, blocks, Region(tuple(runs), region.columns), expert)
+            runs = [(expert * rows + a, expert * rows + b) for a, b in runs]
+            value = partial(self._decoded_or_cut, pieces, job, Region(tuple(runs), region.columns))
+            yield replace(self._reading(pieces, value), slot=filled[slot], is_cut=True)
+
+
+def _flat_expert(entry: TensorEntry, expert: int) -> TensorEntry:
+    """Return where the part of one expert lies: without its axis, those behind the next as one."""
+    part = slice_of(entry, expert)
+    _, count, *rest = part.shape
+    return replace(part, shape=(count, math.prod(rest)) if rest else (count,))
 
 
 class _Once:

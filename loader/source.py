@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,6 +86,20 @@ class SourceWeight:
         return self.scheme is not None
 
 
+class Block(NamedTuple):
+    """The rows and columns of a weight [N, K] that an element of a stored tensor stands for.
+
+    Args:
+        rows: How many; 0 if every part of the weight needs the whole tensor along this axis.
+        columns: The same for columns.
+        has_inputs_first: True if the first axis of the tensor is that of the columns.
+    """
+
+    rows: int
+    columns: int
+    has_inputs_first: bool = False
+
+
 class Reader(ABC):
     """What a format makes of one checkpoint; see `loader/formats`.
 
@@ -127,11 +141,12 @@ class Reader(ABC):
             [N, K]; with experts [E * N, K], the rows of expert e from e * N.
         """
 
-    def blocks_of(self, weight: SourceWeight) -> Mapping[str, tuple[int, int]] | None:
-        """Return the rows and columns of a weight [N, K] that an element of each leaf stands for.
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, Block] | None:
+        """Return the part of a weight [N, K] that an element of each leaf stands for.
 
-        Parts of the leaves that stand for the same rows and columns can be decoded as a weight. A
-        leaf of which every part needs all has 0 for that axis. None: only the whole can be decoded.
+        Parts of the leaves that stand for the same rows and columns can be decoded as a weight.
+        None: only the whole can be decoded. Of a weight of E experts that is said of each expert,
+        whose leaves are told without their first axis, and the axes behind the next as one.
         """
         del weight
         return None

@@ -59,7 +59,7 @@ from quantload.loader.formats.dynamic_rules import Rule, first_rule, parse_rules
 from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.matching import matches_substring, names_of
 from quantload.loader.formats.module_leaves import ModuleLeaves, by_module, refuse_leftovers
-from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
+from quantload.loader.source import FLOAT_DTYPES, Block, Reader, SourceWeight
 from quantload.quant.qtensor import QuantTensor
 
 _KINDS: dict[str, AwqKind | None] = {
@@ -80,6 +80,8 @@ _INNER = "input_divisors"  # leaf under which a weight consumes the scales of an
 
 class AwqReader(Reader):
     """Reader of one AWQ checkpoint."""
+
+    decodes_leaves = True
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(_with_usual_names(checkpoint))
@@ -129,6 +131,21 @@ class AwqReader(Reader):
             self.checkpoint, (name for weight in found.values() for name in weight.leaves.values())
         )
         return found
+
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, Block] | None:
+        """Return what elements of its tensors stand for; see `Reader.blocks_of`."""
+        layout = self._layouts.get(weight.module)
+        if layout is None or layout.kind != "gemm" or 32 % layout.bits:
+            return None
+        fields, columns = 32 // layout.bits, weight.shape[1]
+        group = 0 if layout.group_size in (-1, columns) else layout.group_size
+        found = {
+            "qweight": Block(fields, 1, has_inputs_first=True),
+            "qzeros": Block(fields, group, has_inputs_first=True),
+            "scales": Block(1, group, has_inputs_first=True),
+            _INNER: Block(0, 1, has_inputs_first=True),
+        }
+        return {leaf: found[leaf] for leaf in weight.leaves}
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
         """Read a weight [N, K]: canonical if it is quantized, else float."""

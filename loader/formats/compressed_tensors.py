@@ -70,7 +70,7 @@ from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.module_leaves import ModuleLeaves, by_module, refuse_leftovers
 from quantload.loader.formats.stored_blocks import stored_blocks
-from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
+from quantload.loader.source import FLOAT_DTYPES, Block, Reader, SourceWeight
 from quantload.quant.qtensor import QuantTensor
 
 _INPUT_LEAVES = ("input_scale", "input_zero_point", "input_global_scale")
@@ -237,20 +237,24 @@ class CompressedTensorsReader(Reader):
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def blocks_of(self, weight: SourceWeight) -> Mapping[str, tuple[int, int]] | None:
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, Block] | None:
         """Return what elements of its tensors stand for; see `Reader.blocks_of`."""
         zero = weight.leaves.get("weight_zero_point")
         has_packed_zeros = zero is not None and self.checkpoint.tensors[zero].dtype == torch.int32
         scales = {"weight_scale"} if has_packed_zeros else {"weight_scale", "weight_zero_point"}
-        return stored_blocks(
+        found = stored_blocks(
             weight,
             self.checkpoint.tensors,
             codes="weight" if "weight" in weight.leaves else "weight_packed",
             scales=scales,
             packed_rows={"weight_zero_point"} - scales,
             whole={"weight_shape", "weight_g_idx", "weight_global_scale", *_INPUT_LEAVES},
-            has_columns="weight_g_idx" not in weight.leaves,
         )
+        if found is None or "weight_g_idx" not in weight.leaves:
+            return found
+        for leaf in {"weight_scale", "weight_zero_point"} & found.keys():
+            found[leaf] = Block(found[leaf].rows, 0)  # columns find their group by number
+        return {**found, "weight_g_idx": Block(0, 1, has_inputs_first=True)}
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
         """Read a weight [N, K]: canonical if it is quantized, else float.

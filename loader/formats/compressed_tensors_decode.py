@@ -44,6 +44,8 @@ def decode_parts(
     scheme = weight_of(weight.scheme)
     rows, columns = weight.shape
     grid_shape = scale_shape(scheme, weight.shape)
+    if "weight_g_idx" in parts:  # of some columns, groups are those of all
+        grid_shape = grid_shape[0], parts["weight_scale"].shape[-1]
     codes, zero = _codes(parts, weight, version), _zero(parts, weight, version)
     scale = _as_floats("weight_scale", parts["weight_scale"], weight).reshape(grid_shape)
     outer = parts.get("weight_global_scale")

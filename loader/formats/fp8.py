@@ -55,7 +55,12 @@ from quantload.loader.formats.float8 import (
     scale_leaf_of,
 )
 from quantload.loader.formats.fp8_config import DEFAULT_BLOCK, Fp8Config, parse_config
-from quantload.loader.formats.fp8_experts import ExpertsFacts, expert_weights, read_experts
+from quantload.loader.formats.fp8_experts import (
+    ExpertsFacts,
+    blocks_of_experts,
+    expert_weights,
+    read_experts,
+)
 from quantload.loader.formats.module_leaves import (
     ModuleLeaves,
     by_module,
@@ -65,7 +70,7 @@ from quantload.loader.formats.module_leaves import (
 from quantload.loader.formats.packed_fp4 import fp4_weight, is_packed_fp4, read_fp4
 from quantload.loader.formats.stored_blocks import stored_blocks
 from quantload.loader.model_dtype import config_dtype
-from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
+from quantload.loader.source import FLOAT_DTYPES, Block, Reader, SourceWeight
 from quantload.quant.qtensor import Evaluation, QuantTensor
 
 _BOUND_LEAVES = ("input_scale_ub", "activation_scale_ub")
@@ -246,10 +251,10 @@ class Fp8Reader(Reader):
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def blocks_of(self, weight: SourceWeight) -> Mapping[str, tuple[int, int]] | None:
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, Block] | None:
         """Return what elements of its tensors stand for; see `Reader.blocks_of`."""
         if weight.experts:
-            return None
+            return blocks_of_experts(self.checkpoint, weight)
         return stored_blocks(
             weight,
             self.checkpoint.tensors,

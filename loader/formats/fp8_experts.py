@@ -33,6 +33,7 @@ from quantload.loader.formats.float8 import (
     refuse_lost_scales,
 )
 from quantload.loader.safetensors_header import NAMES
+from quantload.loader.source import Block as StoredBlock
 from quantload.loader.source import SourceWeight
 from quantload.quant.grid import Grid
 from quantload.quant.qtensor import Evaluation, QuantTensor
@@ -170,6 +171,21 @@ def _granularity(
         is_transposed = scale.shape[2] != 1
         return WeightScheme(grid=grid, granularity="channel", scale=kind), is_transposed
     return None
+
+
+def blocks_of_experts(checkpoint: Checkpoint, weight: SourceWeight) -> dict[str, StoredBlock]:
+    """Return what elements of the tensors of each expert stand for; see `Reader.blocks_of`."""
+    assert weight.scheme is not None, "a quantized weight has a scheme"
+    assert weight.scheme.weight is not None, "a quantized weight has a weight scheme"
+    scheme, is_transposed = weight.scheme.weight, weight.is_transposed
+    rows, columns = scheme.block_of(*weight.shape)
+    scale = checkpoint.tensors[weight.leaves["weight_scale"]]
+    has_own = scheme.granularity != "tensor" and len(scale.shape) == 3
+    found = StoredBlock(rows, 0 if columns == weight.shape[1] else columns, is_transposed)
+    return {
+        "weight": StoredBlock(1, 1, is_transposed),
+        "weight_scale": found if has_own else StoredBlock(0, 0),
+    }
 
 
 def read_experts(

@@ -27,21 +27,23 @@ from quantload.loader.formats.agreement import (
 from quantload.loader.formats.dense import dense_weight
 from quantload.loader.formats.dynamic_rules import matches_rule
 from quantload.loader.formats.gptq_config import parse_gptq_config
+from quantload.loader.formats.gptq_groups import read_groups
 from quantload.loader.formats.gptq_layout import (
     GPTQ_LEAVES,
     GptqLayout,
     decode_gptq,
     gptq_weight,
-    read_groups,
 )
 from quantload.loader.formats.module_leaves import ModuleLeaves, by_module, refuse_leftovers
 from quantload.loader.model_dtype import config_dtype
-from quantload.loader.source import Reader, SourceWeight
+from quantload.loader.source import Block, Reader, SourceWeight
 from quantload.quant.qtensor import QuantTensor
 
 
 class GptqReader(Reader):
     """Reader of one GPTQ checkpoint."""
+
+    decodes_leaves = True
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -86,18 +88,39 @@ class GptqReader(Reader):
             # Groups made in the order of the columns (`static_groups`) need no numbers.
             name = weight.leaves["g_idx"]
             groups = self.checkpoint.read(name)
-            if read_groups(groups, layout, name, self.checkpoint.name) is not None:
+            if read_groups(groups, layout.group_size, name, self.checkpoint.name) is not None:
                 return gptq_weight(
                     leaves, layout, decided_by=entry, dtype=self._dtype, act_order=True
                 )
         return weight
 
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, Block] | None:
+        """Return what elements of its tensors stand for; see `Reader.blocks_of`."""
+        layout = self._layouts.get(weight.module)
+        if layout is None or 32 % layout.bits or layout.is_planar:
+            return None
+        fields, columns = 32 // layout.bits, weight.shape[1]
+        group = 0 if layout.group_size in (-1, columns) else layout.group_size
+        found = {"g_idx": Block(0, 0)}  # numbers that nobody needs
+        if "g_idx" in weight.leaves:
+            name = weight.leaves["g_idx"]
+            groups = self.checkpoint.read(name)
+            if read_groups(groups, layout.group_size, name, self.checkpoint.name) is not None:
+                group, found["g_idx"] = 0, Block(0, 1, has_inputs_first=True)
+        found["qweight"] = Block(1, fields, has_inputs_first=True)
+        found["scales"] = Block(1, group, has_inputs_first=True)
+        found["qzeros"] = Block(fields, group, has_inputs_first=True)
+        return {leaf: found[leaf] for leaf in weight.leaves}
+
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
         """Read a weight [N, K]: canonical if it is quantized, else float."""
         if not weight.is_quantized:
             return self.checkpoint.read(weight.leaves["weight"])
+        parts = {leaf: self.checkpoint.read(name) for leaf, name in weight.leaves.items()}
+        if "g_idx" in parts and len(parts["g_idx"]) > weight.shape[1]:
+            del parts["g_idx"]  # of some columns: `blocks_of` has seen that they are in order
         return decode_gptq(
-            {leaf: self.checkpoint.read(name) for leaf, name in weight.leaves.items()},
+            parts,
             weight,
             self._layouts[weight.module],
             checkpoint_name=self.checkpoint.name,

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from quantload.errors import FormatMismatch, MissingTensor, UnsupportedVariant
+from quantload.loader.formats.gptq_groups import read_groups
 from quantload.loader.formats.int_fields import (
     check_scales,
     group_count,
@@ -227,7 +228,9 @@ def decode_gptq(
             zero = _transposed(signed(fields, layout.bits))
     group_of = None
     if "g_idx" in parts:
-        group_of = read_groups(parts["g_idx"], layout, weight.leaves["g_idx"], checkpoint_name)
+        name, count = weight.leaves["g_idx"], parts["scales"].shape[0]
+        size = layout.group_size
+        group_of = read_groups(parts["g_idx"], size, name, checkpoint_name, count=count)
     if group_of is not None and not layout.desc_act:
         warn("columns are in another order than that of their groups although `desc_act` is false")
     return QuantTensor(
@@ -252,36 +255,6 @@ def _check_idle_bits(
             f"tensor `{weight.leaves['qweight']}` has codes for more than {columns} columns, the "
             f"length of `{weight.leaves['g_idx']}`, in `{checkpoint_name}`"
         )
-
-
-def read_groups(
-    groups: Tensor, layout: GptqLayout, name: str, checkpoint_name: str
-) -> Tensor | None:
-    """Check the group of each column.
-
-    Args:
-        groups: [K] `g_idx` as stored.
-        layout: How the weight is packed.
-        name: Name of the tensor.
-        checkpoint_name: For messages.
-
-    Returns:
-        [K] int32; None if columns are in the order of their groups.
-
-    Raises:
-        FormatMismatch: There are no such groups.
-    """
-    columns = groups.shape[0]
-    group_size = columns if layout.group_size == -1 else layout.group_size
-    count = -(-columns // group_size)
-    if bool(((groups < 0) | (groups >= count)).any()):
-        raise FormatMismatch(
-            f"tensor `{name}` has values from {int(groups.min())} to {int(groups.max())}, expected "
-            f"numbers of {count} groups, in `{checkpoint_name}`"
-        )
-    groups = groups.to(torch.int32)
-    in_order = torch.arange(columns, dtype=torch.int32) // group_size
-    return None if torch.equal(groups, in_order) else groups
 
 
 def _zero_fields(words: Tensor, layout: GptqLayout, rows: int) -> Tensor:
@@ -344,7 +317,7 @@ def _unpack(words: Tensor, layout: GptqLayout, count: int) -> Tensor:
     if not layout.is_planar or layout.bits not in _PLANES:
         return unpack_dense(words, layout.bits, count)
     blocks = words.reshape(words.shape[0], -1, layout.bits)
-    fields = torch.zeros(words.shape[0], count, dtype=torch.uint8)
+    fields = torch.zeros(words.shape[0], count, dtype=torch.uint8, device=words.device)
     start = 0
     for width in _PLANES[layout.bits]:
         plane = blocks[:, :, start : start + width].flatten(1)
@@ -393,5 +366,4 @@ __all__ = [
     "decode_gptq",
     "encode_gptq",
     "gptq_weight",
-    "read_groups",
 ]

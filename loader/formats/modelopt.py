@@ -61,6 +61,7 @@ from quantload.loader.formats.modelopt_config import (
     parse_config,
 )
 from quantload.loader.formats.modelopt_experts import (
+    blocks_of_experts,
     describe_experts,
     expert_leaves,
     read_experts,
@@ -76,7 +77,7 @@ from quantload.loader.formats.module_leaves import (
 )
 from quantload.loader.formats.stored_blocks import stored_blocks
 from quantload.loader.open import read_json
-from quantload.loader.source import FLOAT_DTYPES, Reader, SourceWeight
+from quantload.loader.source import FLOAT_DTYPES, Block, Reader, SourceWeight
 from quantload.quant.qtensor import QuantTensor
 
 Describe = Callable[[ModuleLeaves, Algorithm, str], SourceWeight]
@@ -182,10 +183,10 @@ class ModelOptReader(Reader):
             )
         return fitting[0]
 
-    def blocks_of(self, weight: SourceWeight) -> Mapping[str, tuple[int, int]] | None:
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, Block] | None:
         """Return what elements of its tensors stand for; see `Reader.blocks_of`."""
         if weight.experts:
-            return None
+            return blocks_of_experts(self.checkpoint, weight)
         return stored_blocks(
             weight,
             self.checkpoint.tensors,

@@ -29,7 +29,7 @@ from quantload.loader.formats.modelopt_config import Algorithm
 from quantload.loader.formats.modelopt_layouts import read_finite
 from quantload.loader.formats.module_leaves import ModuleLeaves
 from quantload.loader.safetensors_header import NAMES
-from quantload.loader.source import FLOAT_DTYPES, SourceWeight
+from quantload.loader.source import FLOAT_DTYPES, Block, SourceWeight
 from quantload.quant.grid import E2M1, E4M3
 from quantload.quant.packing import unpack_bytes
 from quantload.quant.qtensor import Evaluation, QuantTensor
@@ -139,6 +139,26 @@ def _fp4_fits(
             yield (first, 2 * second), weight, False
         if not 2 * first % size and scale == (experts, 2 * first // size, second):
             yield (second, 2 * first), weight, True
+
+
+def blocks_of_experts(checkpoint: Checkpoint, weight: SourceWeight) -> dict[str, Block]:
+    """Return what elements of the tensors of each expert stand for; see `Reader.blocks_of`."""
+    assert weight.scheme is not None, "a quantized weight has a scheme"
+    assert weight.scheme.weight is not None, "a quantized weight has a weight scheme"
+    scheme, is_transposed = weight.scheme.weight, weight.is_transposed
+    scale = Block(0, 0)
+    if scheme.granularity == "channel":
+        stored = checkpoint.tensors[weight.leaves["weight_scale"]]
+        scale = Block(1, 0, is_transposed and len(stored.shape) == 3)
+    elif scheme.granularity == "group":
+        assert scheme.group_size is not None, "a group scheme has a group size"
+        scale = Block(1, scheme.group_size, is_transposed)
+    codes = Block(1, 2 if scheme.grid is E2M1 else 1, is_transposed)
+    return {
+        **dict.fromkeys(weight.leaves, Block(0, 0)),
+        "weight": codes,
+        "weight_scale": scale,
+    }
 
 
 def read_experts(checkpoint: Checkpoint, weight: SourceWeight) -> QuantTensor:

@@ -39,7 +39,7 @@ from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.formats.float8 import EXPONENT_DTYPES, as_scale
 from quantload.loader.formats.module_leaves import refuse_leftovers
 from quantload.loader.formats.packed_fp4 import BYTE_DTYPES, GROUP_SIZE, MXFP4, decode_fp4
-from quantload.loader.source import Reader, SourceWeight
+from quantload.loader.source import Block, Reader, SourceWeight
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scheme import scheme_of
 
@@ -135,6 +135,12 @@ class Mxfp4Reader(Reader):
                 f"`{dtypes[-1]}` {shape}, in `{self.checkpoint.name}`"
             )
         return entry
+
+    def blocks_of(self, weight: SourceWeight) -> Mapping[str, Block] | None:
+        """Return what elements of its tensors stand for; see `Reader.blocks_of`."""
+        if weight.scheme is None:
+            return None
+        return {"weight_blocks": Block(1, 2), "weight_scales": Block(1, GROUP_SIZE)}
 
     def decode(self, weight: SourceWeight) -> QuantTensor | Tensor:
         """Read a weight: [E * N, K] of experts, canonical; float [N, K] of others."""

@@ -12,11 +12,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from quantload.loader.checkpoint import TensorEntry
-from quantload.loader.source import SourceWeight
+from quantload.loader.source import Block, SourceWeight
 from quantload.quant.scheme import WeightScheme
 
-Block = tuple[int, int]  # rows and columns of the weight for an element; 0: whole along this axis
-WHOLE: Block = (0, 0)
+WHOLE = Block(0, 0)
 
 
 def stored_blocks(
@@ -41,7 +40,7 @@ def stored_blocks(
         has_columns: False if only whole rows can be decoded.
 
     Returns:
-        {leaf: (rows, columns)}; None if the tensors are laid out in another way.
+        {leaf: block}; None if the tensors are laid out in another way.
     """
     if weight.scheme is None or weight.scheme.weight is None:
         return None
@@ -62,8 +61,8 @@ def stored_blocks(
         found[leaf] = block
     if codes not in found:
         return None
-    if not has_columns or not found[codes][1]:
-        return {leaf: (rows, 0) for leaf, (rows, _) in found.items()}
+    if not has_columns or not found[codes].columns:
+        return {leaf: Block(block.rows, 0) for leaf, block in found.items()}
     return found
 
 
@@ -82,10 +81,10 @@ def _of_codes(entry: TensorEntry, shape: tuple[int, int], bits: int) -> Block | 
             sizes.append(0)  # fields lie across elements: only whole rows can be read
     if not sizes[0]:
         return None
-    return sizes[0], sizes[1]
+    return Block(sizes[0], sizes[1])
 
 
-def _of_scales(entry: TensorEntry, shape: tuple[int, int], block: Block) -> Block | None:
+def _of_scales(entry: TensorEntry, shape: tuple[int, int], block: tuple[int, int]) -> Block | None:
     if len(entry.shape) > 2:
         return None
     sizes = [0, 0]
@@ -95,7 +94,7 @@ def _of_scales(entry: TensorEntry, shape: tuple[int, int], block: Block) -> Bloc
         if stored != -(-shape[axis] // block[axis]):
             return None
         sizes[axis] = block[axis]
-    return sizes[0], sizes[1]
+    return Block(sizes[0], sizes[1])
 
 
 def _of_fields(entry: TensorEntry, shape: tuple[int, int], scheme: WeightScheme) -> Block | None:
@@ -106,7 +105,7 @@ def _of_fields(entry: TensorEntry, shape: tuple[int, int], scheme: WeightScheme)
     columns = _of_scales(replace(entry, shape=(shape[0], entry.shape[1])), shape, block)
     if entry.shape[0] != -(-shape[0] // many) or columns is None:
         return None
-    return many, columns[1]
+    return Block(many, columns[1])
 
 
 __all__ = ["WHOLE", "Block", "stored_blocks"]

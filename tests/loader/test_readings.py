@@ -14,6 +14,7 @@ import torch
 from converting import converted, opened
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rank_encodings import put_columns_in_no_order
 from tiny_checkpoints import config, llama, tensors, write
 from torch import nn
 
@@ -39,9 +40,12 @@ SCHEMES = [
     *("dense", "W4A16:g32", "W4A16_ASYM:g32", "W8A16:g32", "W3A16:g32", "W6A16:g32", "W8A8"),
     *("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP6A16", "MXFP8A16"),
     *("fp8 FP8_BLOCK", "fp8 FP8", "modelopt NVFP4", "modelopt FP8_BLOCK"),
-    *("gptq W4A16:g32", "awq W4A16_ASYM:g32"),
+    *("gptq W4A16:g32", "gptq W4A16_ASYM:g32", "gptq W8A16:g32", "gptq W3A16:g32"),
+    *("gptq W4A16_ASYM:g32 act-order", "gptq W2A16:g32 act-order", "gptq W4A16:channel"),
+    *("awq W4A16_ASYM:g32", "awq W4A16_ASYM:channel"),
+    "compressed-tensors W4A16_ASYM:g32 act-order",
 ]
-NARROW = {"gptq W4A16:g32", "awq W4A16_ASYM:g32"}  # input features first: read whole
+WHOLE_ONLY = {"gptq W3A16:g32"}  # fields lie across words, and along both axes: read whole
 
 
 class Layer(nn.Module):
@@ -76,11 +80,16 @@ def source_of(tmp_path_factory):
     def make(scheme: str):
         if scheme == "dense":
             return opened(dense)
-        name, _, text = scheme.rpartition(" ")
-        target = target_named(name or "compressed-tensors")
+        name, text, *order = scheme.split() if " " in scheme else ("compressed-tensors", scheme)
         folder = tmp_path_factory.mktemp("made") / "model"
         known = InputStatistics(stated=12.0)  # for fixed scales of inputs
-        return opened(converted(dense, folder, text, target=target, stats=known))
+        first = "gptq" if order else name
+        converted(dense, folder, text, target=target_named(first), stats=known)
+        if order:
+            put_columns_in_no_order(folder)
+        if first != name:
+            folder = converted(folder, folder.parent / "again", "same", target=target_named(name))
+        return opened(folder)
 
     return make
 
@@ -150,8 +159,8 @@ def test_any_region_is_the_cut_of_the_whole(source_of, scheme, data):
         source.checkpoint.tensors[leaf].num_bytes
         for leaf in source.weights[f"{LAYER}.{name}"].leaves.values()
     )
-    if scheme in NARROW:
-        assert (planned, done) == (whole, 0)  # its format reads by itself
+    if scheme in WHOLE_ONLY:
+        assert planned == done == whole
     else:
         assert planned == done
         assert planned <= whole * (len(runs) if runs else 1)
@@ -259,6 +268,28 @@ def test_bytes_of_row_parallel_weights(tmp_path, scheme, rank):
         assert planned == done == 64 * 8192 * 2
     else:  # of codes 4096 bytes, of scales 512
         assert planned == done == 64 * (4096 + 1024 * 2) + 16
+
+
+@pytest.mark.parametrize("order", ["", " act-order"])
+@pytest.mark.parametrize("rank", range(4))
+def test_bytes_of_gptq(source_of, order, rank, monkeypatch):
+    """qweight [K / 8, N], scales [G, N], qzeros [G, N / 8], g_idx [K]; of any size."""
+    monkeypatch.setattr(portion, "SMALLEST_PIECE", 1)
+    source = source_of(f"gptq W4A16_ASYM:g32{order}")
+    start, stop = fourths(INNER, rank)  # rows 88..176 are 11 words
+    _, planned, done = read(source, f"{LAYER}.mlp.up_proj", Region(rows=((start, stop),)))
+    groups = HIDDEN // 32
+    per_row = 4 * HIDDEN // 8 + 2 * groups
+    assert planned == done == (stop - start) * per_row + groups * 11 * 4 + 4 * HIDDEN
+    start, stop = fourths(INNER, rank)  # columns 88..176 are in 64..192, or 11 words of 8
+    _, planned, done = read(source, f"{LAYER}.mlp.down_proj", Region(columns=(start, stop)))
+    if order:  # scales and zeros of all 11 groups
+        words, groups, numbers = 11, 11, stop - start
+    else:
+        groups, numbers = -(-stop // 32) - start // 32, INNER
+        words = 4 * groups
+    expected = words * HIDDEN * 4 + groups * HIDDEN * 2 + groups * HIDDEN // 8 * 4 + 4 * numbers
+    assert planned == done == expected
 
 
 def test_a_rank_that_holds_nothing_reads_nothing(source_of):

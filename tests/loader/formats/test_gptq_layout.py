@@ -12,12 +12,12 @@ from quantload.errors import (
     QuantloadError,
     UnsupportedVariant,
 )
+from quantload.loader.formats.gptq_groups import read_groups
 from quantload.loader.formats.gptq_layout import (
     GPTQ_LEAVES,
     GptqLayout,
     decode_gptq,
     gptq_weight,
-    read_groups,
 )
 from quantload.loader.formats.module_leaves import by_module
 
@@ -139,7 +139,7 @@ def test_groups_that_are_not_there(group):
     groups[5] = group
     layout = GptqLayout(bits=4, group_size=32, symmetric=True)
     with pytest.raises(FormatMismatch, match=r"tensor `a.g_idx` has values from"):
-        read_groups(groups, layout, "a.g_idx", "memory")
+        read_groups(groups, layout.group_size, "a.g_idx", "memory")
 
 
 # -- symmetric -----------------------------------------------------------------------------------
