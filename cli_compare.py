@@ -22,7 +22,7 @@ from quantload.errors import counted, listed
 from quantload.quant.metrics import ErrorSums
 
 _SHOWN = 10
-_WIDE = 110  # columns of a terminal that has room for encodings and both errors
+_GAP = 2  # between columns
 _LEGEND = (
     "ranked by share of the sum of squared relative errors; over type: dB above the mean of the "
     "other layers of its projection; z: that in their standard deviations"
@@ -36,14 +36,14 @@ class _Column:
     Args:
         name: Its heading.
         cell: Makes its text.
-        is_narrow: True if it is shown in a narrow terminal too.
         is_text: True for names, which are aligned to the left.
+        rank: The column with the highest goes first where the terminal is too narrow; 0 stays.
     """
 
     name: str
     cell: Callable[[RankedLayer], str]
-    is_narrow: bool = True
     is_text: bool = False
+    rank: int = 0
 
 
 def _percent(sums: ErrorSums | None) -> str:
@@ -63,25 +63,34 @@ def _worst_expert(layer: RankedLayer) -> str:
 
 def _columns(layers: Sequence[RankedLayer]) -> list[_Column]:
     has_output = any(layer.output is not None for layer in layers)
-    has_experts = any(layer.is_experts for layer in layers)
     columns = [
         _Column(name="layer", cell=lambda row: row.name, is_text=True),
-        _Column(name="holds", cell=lambda row: row.candidate, is_narrow=False, is_text=True),
-        _Column(name="weight", cell=lambda row: _percent(row.weight), is_narrow=not has_output),
+        _Column(name="holds", cell=lambda row: row.candidate, is_text=True, rank=5),
+        _Column(name="weight", cell=lambda row: _percent(row.weight), rank=3 if has_output else 0),
         _Column(name="output", cell=lambda row: _percent(row.output)),
         _Column(name="SQNR dB", cell=lambda row: _number(row.error.sqnr_db, ".2f")),
-        _Column(name="share", cell=lambda row: _number(100 * row.share, ".2f", " %")),
-        _Column(
-            name="over type",
-            cell=lambda row: _number(row.over_type_db, "+.2f"),
-            is_narrow=not has_experts,
-        ),
+        _Column(name="share", cell=lambda row: _number(100 * row.share, ".2f", " %"), rank=1),
+        _Column(name="over type", cell=lambda row: _number(row.over_type_db, "+.2f"), rank=2),
         _Column(name="z", cell=lambda row: _number(row.z, "+.1f")),
-        _Column(name="worst expert", cell=_worst_expert),
+        _Column(name="worst expert", cell=_worst_expert, rank=4),
     ]
-    absent = {"output"} - ({"output"} if has_output else set())
-    absent |= set() if has_experts else {"worst expert"}
-    return [column for column in columns if column.name not in absent]
+    is_there = {"output": has_output, "worst expert": any(layer.is_experts for layer in layers)}
+    return [column for column in columns if is_there.get(column.name, True)]
+
+
+def _that_fit(columns: Sequence[_Column], rows: Sequence[RankedLayer], width: int) -> list[_Column]:
+    """Leave out columns until no row has to be wrapped, the least important ones first."""
+    widths = {
+        column.name: max(len(column.name), *(len(column.cell(row)) for row in rows)) + _GAP
+        for column in columns
+    }
+    kept = list(columns)
+    while sum(widths[column.name] for column in kept) - _GAP > width:
+        least = max(kept, key=lambda column: column.rank)
+        if not least.rank:
+            break
+        kept.remove(least)
+    return kept
 
 
 def show_comparison(comparison: ModelComparison, *, every: bool = False) -> None:
@@ -89,17 +98,22 @@ def show_comparison(comparison: ModelComparison, *, every: bool = False) -> None
     out = console()
     layers = ranked_layers(comparison, merge_experts=not every)
     rows = layers if every else layers[:_SHOWN]
-    columns = [column for column in _columns(rows) if column.is_narrow or out.width >= _WIDE]
-    title = (
-        "All layers, worst first" if every else f"The {counted(len(rows), 'layer')} that lose most"
-    )
-    table = make_table(title, [(column.name, not column.is_text) for column in columns])
-    for row in rows:
-        table.add_row(*(column.cell(row) for column in columns))
-    out.print(table)
-    out.print(_LEGEND, style="dim")
-    if comparison.end is not None:
-        _show_confidence(comparison.end)
+    if rows:
+        columns = _that_fit(_columns(rows), rows, out.width)
+        title = "All layers" if every else f"The {counted(len(rows), 'layer')} that lose most"
+        table = make_table(title, [(column.name, not column.is_text) for column in columns])
+        for row in rows:
+            table.add_row(*(column.cell(row) for column in columns))
+        out.print(table)
+        out.print(_LEGEND, style="dim")
+        out.print()
+    if comparison.end is not None and comparison.end.by_confidence():
+        names = ("reference's probability", "tokens", "mean KL")
+        table = make_table("KL by confidence of the reference", [(name, True) for name in names])
+        for cells in _confidence_cells(comparison.end):
+            table.add_row(*cells)
+        out.print(table)
+        out.print()
     for line in summary_lines(comparison):
         out.print(line, style=_style(line))
 
@@ -108,17 +122,6 @@ def _style(line: str) -> str:
     if line.startswith(("PROBLEM", "EXCEEDS", "FAILED")):
         return "bold red"
     return "bold green" if line.startswith("passed") else ""
-
-
-def _show_confidence(end: EndMetrics) -> None:
-    parts = end.by_confidence()
-    if not parts:
-        return
-    names = ("reference's probability", "tokens", "mean KL")
-    table = make_table("KL by confidence of the reference", [(name, True) for name in names])
-    for cells in _confidence_cells(end):
-        table.add_row(*cells)
-    console().print(table)
 
 
 def _confidence_cells(end: EndMetrics) -> list[tuple[str, str, str]]:
@@ -168,8 +171,8 @@ def _about_outliers(comparison: ModelComparison) -> list[str]:
     found = standing_apart(ranked_layers(comparison))
     if not found:
         return []
-    names = (f"`{row.name}` ({row.over_type_db:+.2f} dB, z {row.z:.1f})" for row in found)
-    return [f"far above the other layers of its type (z {STANDS_OUT:g} or more): {listed(names)}"]
+    names = ", ".join(f"`{row.name}` ({row.over_type_db:+.2f} dB, z {row.z:.1f})" for row in found)
+    return [f"far above the other layers of its type (z {STANDS_OUT:g} or more): {names}"]
 
 
 def _end_lines(end: EndMetrics) -> list[str]:

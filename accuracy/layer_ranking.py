@@ -25,6 +25,7 @@ from quantload.quant.metrics import ErrorSums
 
 FEWEST_OTHERS = 4  # layers of a type that say what is usual
 STANDS_OUT = 4.0  # standard deviations of the others
+_SMALLEST_DB = 0.3  # of a real change: where all others are alike, less stands out too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,8 +238,10 @@ def _with_distance(
 
 
 def standing_apart(layers: Iterable[RankedLayer], *, count: int = 3) -> list[RankedLayer]:
-    """Return the layers that are worst among their like, if by 4 standard deviations or more."""
-    found = [layer for layer in layers if layer.z >= STANDS_OUT]
+    """Return the layers that are worst among their like: by 4 standard deviations and 0.3 dB."""
+    found = [
+        layer for layer in layers if layer.z >= STANDS_OUT and layer.over_type_db >= _SMALLEST_DB
+    ]
     return sorted(found, key=lambda layer: layer.z, reverse=True)[:count]
 
 
