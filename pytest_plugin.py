@@ -5,28 +5,41 @@
 
 The baseline is `baselines/<module>.<test>.json` beside the test. A missing one fails the test; it
 is written then, so that it can be looked at and committed, but never where the variable CI is set.
+A second test of the same checkpoints and baseline takes what the first one of the session found.
 
     --quantload-update        write every baseline anew: accept what was lost
     --quantload-update-new    write missing baselines, and pass
-    --quantload-report=DIR    put what was measured there, as files that can replace the baselines
+    --quantload-report=DIR    put what was measured there, as pages and as files that can replace
+                              the baselines: `cp -r DIR/. .`
     quantload_tol_db          (ini) tolerance of a weight's error in dB, in place of the file's
+    quantload_strict          (ini) fail too where layers are better than the baseline
+
+At the end baselines that can be tightened are named, and those that no test has used: this only
+where no test was left out.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from dataclasses import replace
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
+
+from quantload.pytest_plugin_summary import NOTE, TEST, USED, summary_lines
 
 if TYPE_CHECKING:
     from quantload.accuracy.baseline_tolerances import Tolerances
     from quantload.accuracy.baseline_verdict import BaselineReport
 
 _FOLDER = "baselines"
+_TEXT_TOKENS = 2048
+_LONGEST_NAME = 160
+_FOUND = pytest.StashKey[dict[Any, Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--quantload-report", metavar="DIR", help="Write what was measured to files in DIR."
     )
     parser.addini("quantload_tol_db", "Tolerance of a weight's relative error in dB.", default="")
+    parser.addini(
+        "quantload_strict", "Fail too where layers are better.", type="bool", default=False
+    )
 
 
 @pytest.fixture
@@ -60,29 +76,41 @@ class QuantloadCheck:
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self._config, self._node = request.config, request.node
         self._used: set[Path] = set()
+        self._tell(TEST, str(self.baseline_file().with_suffix("")))
 
-    def __call__(
+    def __call__(  # noqa: PLR0913 - a keyword for each choice of the user
         self,
         candidate: str | Path,
         *,
         ref: str | Path | None = None,
         name: str = "",
         only: str = "*",
+        tier: Literal["weights", "layers"] = "layers",
+        tokens: str | Path | Sequence[Sequence[int]] | None = None,
         tol_db: float | None = None,
         mean_tol_db: float | None = None,
-        strict: bool = False,
+        tolerances: Mapping[str, Any] | None = None,
+        strict: bool | None = None,
+        device: str | None = None,
+        dtype: str = "float32",
     ) -> BaselineReport | None:
         """Fail if a layer of `candidate` is worse than in its baseline.
 
         Args:
             candidate: A checkpoint in any format that is read.
             ref: The checkpoint it is measured against; needed to write a baseline, and to judge a
-                layer that has changed.
+                layer that has changed where the baseline has no sketch.
             name: Tells apart the baselines of one test.
             only: Glob of the layers that are looked at.
+            tier: "weights" runs nothing, even if the baseline has tokens.
+            tokens: What a baseline that is written runs: lists of token ids, a .json file of them,
+                or text (2048 tokens of it). A baseline with others is not comparable.
             tol_db: By how many dB a weight's error may grow.
             mean_tol_db: By how many their mean may.
-            strict: Fail too if layers are better than the baseline.
+            tolerances: Any of those in the file's head, by name; or such by glob of layers.
+            strict: Fail too if layers are better than the baseline; default the ini's.
+            device: Where both run; default CUDA where there is one.
+            dtype: dtype in which both run.
 
         Returns:
             What was found; None if the baseline was written.
@@ -92,33 +120,41 @@ class QuantloadCheck:
         if file in self._used:
             pytest.fail(f"two checks of this test have the baseline {file}: give one a `name`")
         self._used.add(file)
-        if self._must_write(file):
-            self._write(ref, candidate, file)
-            return None
-        if not file.exists():
-            pytest.fail(self._missing(ref, candidate, file), pytrace=False)
-        from quantload import api_baseline
+        self._tell(USED, str(file))
+        if tier not in ("weights", "layers"):
+            pytest.fail(f'tier is "{tier}", expected "weights" or "layers"')
+        own = {"tol_db": tol_db, "mean_tol_db": mean_tol_db, "tolerances": tolerances}
+        how = {"run": tier == "layers", "only": only, "device": device, "dtype": dtype}
         from quantload.errors import QuantloadError
 
         try:
-            report = api_baseline.check_baseline(
-                candidate,
-                file,
-                reference=ref,
-                only=only,
-                tolerances=self._tolerances(file, tol_db, mean_tol_db),
-            )
+            if self._must_write(file):
+                self._write(ref, candidate, file, tokens, device=device, dtype=dtype)
+                return None
+            if not file.exists():
+                self._miss(ref, candidate, file, tokens, device=device, dtype=dtype)
+            report = self._checked(candidate, ref, file, tokens, own, how)
         except QuantloadError as error:  # cannot be compared: an error, never a pass
             pytest.fail(str(error), pytrace=False)
-        self._report(report, file)
-        self._judge(report, strict=strict)
+        is_strict = bool(self._config.getini("quantload_strict")) if strict is None else strict
+        self._report(report, file, str(candidate), strict=is_strict)
+        self._judge(report, file, strict=is_strict)
         return report
 
     def baseline_file(self, name: str = "") -> Path:
-        """Return where the baseline of this test is kept."""
-        parts = [self._node.path.stem, self._node.name, *([name] if name else [])]
-        stem = re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", ".".join(parts)).strip("-")
+        """Return where the baseline of this test is kept: no two tests have the same."""
+        classes = [n.name for n in self._node.listchain() if isinstance(n, pytest.Class)]
+        parts = [self._node.path.stem, *classes, self._node.name, *([name] if name else [])]
+        whole = ".".join(parts)
+        stem = re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", whole).strip("-")
+        usual = whole.replace("[", "-").replace("]", "")
+        if stem != usual or len(stem) > _LONGEST_NAME:
+            digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+            stem = f"{stem[:_LONGEST_NAME]}-{digest}"
         return Path(self._node.path).parent / _FOLDER / f"{stem}.json"
+
+    def _tell(self, key: str, value: str) -> None:
+        self._node.user_properties.append((key, value))  # xdist hands these to the controller
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -127,53 +163,195 @@ class QuantloadCheck:
             return True
         return not file.exists() and bool(self._config.getoption("--quantload-update-new"))
 
-    def _write(self, ref: str | Path | None, candidate: str | Path, file: Path) -> None:
+    def _write(
+        self,
+        ref: str | Path | None,
+        candidate: str | Path,
+        file: Path,
+        tokens: str | Path | Sequence[Sequence[int]] | None,
+        **how: Any,  # noqa: ANN401 - device and dtype
+    ) -> None:
         from quantload import api_baseline
 
         if ref is None:
             pytest.fail(f"a baseline is measured against a reference: give `ref`, for {file}")
-        api_baseline.write_baseline(ref, candidate, file, overwrite=True)
+        sequences = None if tokens is None else _sequences(tokens, ref)
+        api_baseline.write_baseline(
+            ref, candidate, file, sequences=sequences, overwrite=True, **how
+        )
 
-    def _missing(self, ref: str | Path | None, candidate: str | Path, file: Path) -> str:
-        if os.environ.get("CI") or ref is None:
-            return (
-                f"there is no baseline {file}; `{self._command('--quantload-update-new')}` makes it"
-            )
-        self._write(ref, candidate, file)
-        return f"there was no baseline {file}: it is written now; look at it and commit it"
+    def _miss(
+        self,
+        ref: str | Path | None,
+        candidate: str | Path,
+        file: Path,
+        tokens: str | Path | Sequence[Sequence[int]] | None,
+        **how: Any,  # noqa: ANN401 - device and dtype
+    ) -> None:
+        __tracebackhide__ = True
+        if _in_ci() or ref is None:
+            command = self._command("--quantload-update-new")
+            pytest.fail(f"there is no baseline {file}; `{command}` makes it", pytrace=False)
+        self._write(ref, candidate, file, tokens, **how)
+        pytest.fail(
+            f"there was no baseline {file}: it is written now; look at it and commit it",
+            pytrace=False,
+        )
 
     # -- judging -------------------------------------------------------------------------------
 
-    def _tolerances(
-        self, file: Path, tol_db: float | None, mean_tol_db: float | None
-    ) -> Tolerances:
-        from quantload.accuracy.baseline import read_baseline
+    def _checked(
+        self,
+        candidate: str | Path,
+        ref: str | Path | None,
+        file: Path,
+        tokens: str | Path | Sequence[Sequence[int]] | None,
+        own: Mapping[str, Any],
+        how: Mapping[str, Any],
+    ) -> BaselineReport:
+        """Return what a check finds; from this session's cache if nothing is another."""
+        from quantload import api_baseline
 
-        kept = read_baseline(file).tolerances
+        if tokens is not None and ref is not None:
+            _check_tokens(file, _sequences(tokens, ref))
+        allowed = self._tolerances(file, **own)
+        found = self._config.stash.setdefault(_FOUND, {})
+        key = (
+            file.read_bytes(),
+            _signature(candidate),
+            None if ref is None else _signature(ref),
+            repr(allowed),
+            *how.items(),
+        )
+        if key not in found:
+            found[key] = api_baseline.check_baseline(
+                candidate, file, reference=ref, tolerances=allowed, **how
+            )
+        report: BaselineReport = found[key]
+        return report
+
+    def _tolerances(
+        self,
+        file: Path,
+        tol_db: float | None,
+        mean_tol_db: float | None,
+        tolerances: Mapping[str, Any] | None,
+    ) -> Tolerances:
+        """Return what this check allows: the file's, then the ini's, then the test's own."""
+        from quantload.accuracy.baseline import read_baseline
+        from quantload.accuracy.baseline_tolerances import overridden
+
+        baseline = read_baseline(file)
         of_ini = str(self._config.getini("quantload_tol_db"))
         if tol_db is None and of_ini:
-            tol_db = float(of_ini)
-        if tol_db is not None:
-            kept = replace(kept, weight_db=tol_db)
-        return kept if mean_tol_db is None else replace(kept, weight_mean_db=mean_tol_db)
+            tol_db = _number(of_ini)
+        own: dict[str, Any] = {"weight_db": tol_db, "weight_mean_db": mean_tol_db}
+        given = {key: value for key, value in own.items() if value is not None}
+        found = overridden(baseline.tolerances, {**given, **(tolerances or {})})
+        found.check_patterns(baseline.layers, file)
+        return found
 
-    def _judge(self, report: BaselineReport, *, strict: bool) -> None:
+    def _judge(self, report: BaselineReport, file: Path, *, strict: bool) -> None:
         __tracebackhide__ = True
         from quantload.cli_baseline_report import failure_text
 
+        for note in report.notes:
+            self._tell(NOTE, f"{file}: {note}")
+        if report.better and not strict:
+            names = ", ".join(verdict.name for verdict in report.better[:5])
+            self._tell(NOTE, f"{file} can be tightened: {len(report.better)} layers ({names})")
         if report.passed and not (strict and report.better):
             return
-        text = failure_text(report, accept=self._command("--quantload-update"))
+        text = failure_text(report, accept=self._command("--quantload-update"), strict=strict)
         pytest.fail(text, pytrace=False)
 
     def _command(self, option: str) -> str:
-        return f"pytest '{self._node.nodeid}' {option}"
+        """Return the command that runs this test alone, from where pytest was started."""
+        _, separator, test = self._node.nodeid.partition("::")
+        path = os.path.relpath(self._node.path, self._config.invocation_params.dir)
+        return shlex.join(["pytest", f"{path}{separator}{test}", option])
 
-    def _report(self, report: BaselineReport, file: Path) -> None:
+    def _report(self, report: BaselineReport, file: Path, candidate: str, *, strict: bool) -> None:
         folder = self._config.getoption("--quantload-report")
         if not folder or report.now is None:
             return
         from quantload.accuracy.baseline import baseline_text
+        from quantload.accuracy.html_check import check_page
         from quantload.api_baseline import write_text
 
-        write_text(Path(folder) / file.name, baseline_text(report.now))
+        root = self._config.rootpath
+        inside = file.relative_to(root) if file.is_relative_to(root) else Path(file.name)
+        page = check_page(
+            report,
+            candidate=candidate,
+            baseline=str(inside),
+            accept=self._command("--quantload-update"),
+            strict=strict,
+        )
+        write_text(Path(folder) / inside.with_suffix(".html"), page)
+        if not report.estimated:  # an estimate is no baseline
+            write_text(Path(folder) / inside, baseline_text(report.now))
+
+
+def _in_ci() -> bool:
+    return os.environ.get("CI", "").lower() not in ("", "0", "false")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        pytest.fail(f"ini `quantload_tol_db` is `{text}`, expected a number", pytrace=False)
+
+
+def _sequences(
+    tokens: str | Path | Sequence[Sequence[int]], ref: str | Path
+) -> Sequence[Sequence[int]]:
+    if not isinstance(tokens, (str, Path)):
+        return tokens
+    from quantload.cli_tokens import read_sequences
+
+    def tokenizer() -> Any:  # noqa: ANN401 - of transformers
+        from quantload import api
+
+        return api.load_tokenizer(ref)
+
+    file = Path(tokens)
+    if file.suffix == ".json":
+        return read_sequences(tokenizer=tokenizer, max_tokens=1 << 60, token_ids=file)
+    return read_sequences(tokenizer=tokenizer, max_tokens=_TEXT_TOKENS, data=file)
+
+
+def _check_tokens(file: Path, sequences: Sequence[Sequence[int]]) -> None:
+    from quantload.accuracy.baseline import read_baseline
+    from quantload.accuracy.statistics import ids_digest
+    from quantload.errors import NotComparable
+
+    kept, given = read_baseline(file).tokens, ids_digest(sequences)
+    if kept is None or kept.sha256 != given:
+        has = "no tokens" if kept is None else f"tokens of sha256 `{kept.sha256}`"
+        raise NotComparable(
+            f"the baseline `{file}` has {has}, the test gives those of `{given}`",
+            hint="other tokens are a new baseline: write it again",
+        )
+
+
+def _signature(place: str | Path) -> tuple[Any, ...]:
+    """Return what tells whether the files of a checkpoint are the same; a hub name is itself."""
+    path = Path(place)
+    if not path.exists():
+        return (str(place),)
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    stats = [(str(one), one.stat()) for one in files]
+    return tuple((name, found.st_size, found.st_mtime_ns) for name, found in stats)
+
+
+def pytest_terminal_summary(
+    terminalreporter: Any,  # noqa: ANN401 - a class of pytest that is private
+    config: pytest.Config,
+) -> None:
+    """Name baselines that can be tightened, what checks could not see, and unused baselines."""
+    if lines := summary_lines(terminalreporter.stats, config):
+        terminalreporter.section("quantload")
+        for line in lines:
+            terminalreporter.line(line)

@@ -107,6 +107,26 @@ def tolerances_of(content: Mapping[str, Any]) -> Tolerances:
     return Tolerances(**values, layers={pattern: dict(own) for pattern, own in of_layers.items()})
 
 
+def overridden(tolerances: Tolerances, values: Mapping[str, Any]) -> Tolerances:
+    """Return tolerances with some of them replaced.
+
+    Args:
+        tolerances: Of a baseline.
+        values: Numbers by name, or mappings of such by glob of layers.
+
+    Raises:
+        BaselineError: A name is unknown, or a value is no number.
+    """
+    content = tolerances_json(tolerances)
+    patterns = {key: value for key, value in values.items() if isinstance(value, Mapping)}
+    content |= {key: value for key, value in values.items() if key not in patterns}
+    content["layers"] = {**content.get("layers", {}), **patterns}
+    try:
+        return tolerances_of(content)
+    except ValueError as error:
+        raise BaselineError(str(error)) from error
+
+
 def tolerances_json(tolerances: Tolerances) -> dict[str, Any]:
     """Return what the file holds; patterns keep their order, since the last one decides."""
     content = asdict(tolerances)
@@ -185,4 +205,12 @@ def _shown(value: float) -> float:
     return float(f"{math.ceil(value / unit - 1e-9) * unit:.3g}")
 
 
-__all__ = ["OF_LAYERS", "Repeats", "Tolerances", "tolerances_json", "tolerances_of", "widened"]
+__all__ = [
+    "OF_LAYERS",
+    "Repeats",
+    "Tolerances",
+    "overridden",
+    "tolerances_json",
+    "tolerances_of",
+    "widened",
+]

@@ -36,8 +36,10 @@ COMMAND_LINE = {  # one part, in several files
     *(
         "cli_allocate",
         "cli_baseline",
+        "cli_bisect",
         "cli_baseline_report",
         "pytest_plugin",
+        "pytest_plugin_summary",
         "cli_doctor",
         "cli_explain",
         "cli_model",
@@ -51,6 +53,7 @@ PUBLIC = {
     "api",
     "api_allocate",
     "api_baseline",
+    "api_bisect",
     "api_explain",
     "api_load",
     "api_plan",
@@ -91,7 +94,7 @@ FENCED = {  # third-party package -> the only places that may import it
     "jinja2": ("accuracy/html_pages.py",),
     "markupsafe": ("accuracy/html_",),
     "rich": ("cli",),
-    "pytest": ("pytest_plugin.py",),
+    "pytest": ("pytest_plugin",),
 }
 MAX_FILE = 400
 
@@ -133,6 +136,11 @@ OPTIONS = {
         *("--device", "--overwrite", "--json", "--quiet"),
     },
     "baseline": set(),
+    "bisect": {
+        *("reference", "candidate", "--data", "--token-ids", "--prompt", "--prompts"),
+        *("--generated", "--max-tokens", "--by", "--first-tokens", "--top", "--device", "--dtype"),
+        *("--markdown", "--trust-remote-code", "--all", "--json", "--quiet"),
+    },
     "compare": {
         *("reference", "candidate", *TOKENS, "--all"),
         *("--markdown", "--html", "--json", "--quiet", "--device", "--dtype"),

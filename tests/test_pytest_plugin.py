@@ -62,7 +62,7 @@ def test_a_missing_baseline_fails_and_is_written_but_not_in_ci(checkpoints, tmp_
     file = tmp_path / "baselines" / "test_it.test_layers.json"
     code, text = run(tmp_path, ci=True)
     assert code == 1
-    assert "pytest 'test_it.py::test_layers' --quantload-update-new` makes it" in text
+    assert "pytest test_it.py::test_layers --quantload-update-new` makes it" in text
     assert not file.exists()
     code, text = run(tmp_path)
     assert code == 1
@@ -92,12 +92,15 @@ def test_broken_layers_fail_by_name(checkpoints, tmp_path):
         assert f"FAILED test_it.py::test_{name}" in text
     assert f"  {DOWN}: " in text
     assert "weight error" in text
-    assert "to accept: pytest 'test_it.py::test_broken' --quantload-update" in text
+    assert "to accept: pytest test_it.py::test_broken --quantload-update" in text
     assert "largest error in steps" in text  # what tol_db does not touch
     assert "the reference is needed" in text
     assert "give one a `name`" in text
+    assert "weight errors grew by" in text  # the mean gate, in the mean of all layers
     kept = read_baseline(tmp_path / "baselines" / "test_it.test_broken.json")
-    now = read_baseline(tmp_path / "report" / "test_it.test_broken.json")
+    now = read_baseline(tmp_path / "report" / "baselines" / "test_it.test_broken.json")
+    page = (tmp_path / "report" / "baselines" / "test_it.test_broken.html").read_text()
+    assert DOWN in page
     assert now.layers[DOWN].weight > 5 * kept.layers[DOWN].weight
 
 
@@ -118,6 +121,120 @@ def test_updates(checkpoints, tmp_path):
     assert file.read_text() == before
     assert run(tmp_path, "--quantload-update")[0] == 0
     assert read_baseline(file).layers[DOWN].weight > 0.5
+
+
+COUNTING = """
+import pytest
+from quantload import api_baseline
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch):
+    check = api_baseline.check_baseline
+    def count(*arguments, **options):
+        with open("calls", "a") as stream:
+            print("call", file=stream)
+        return check(*arguments, **options)
+    monkeypatch.setattr(api_baseline, "check_baseline", count)
+"""
+
+
+def test_names_notes_and_what_a_session_finds_once(checkpoints, tmp_path):
+    source, output, broken = checkpoints
+    call = f"quantload_check({output!r}, ref={source!r}"
+    (tmp_path / "conftest.py").write_text(COUNTING)
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        f"class TestOne:\n    def test_same(self, quantload_check):\n        {call})\n"
+        f"class TestTwo:\n    def test_same(self, quantload_check):\n        {call})\n"
+        "@pytest.mark.parametrize('kind', ['a/b', 'a-b', 'w4'])\n"
+        f"def test_kinds(quantload_check, kind):\n    {call}, only='*.q_proj')\n"
+        f"def test_better(quantload_check):\n    {call})\n"
+        f"def test_strict(quantload_check):\n    {call}, strict=True)\n"
+        f"def test_tier(quantload_check):\n    {call}, tier='blocks')\n"
+    )
+    assert run(tmp_path, "--quantload-update-new", "--deselect", "test_it.py::test_tier")[0] == 0
+    files = {file.stem for file in (tmp_path / "baselines").iterdir()}
+    usual = {"TestOne.test_same", "TestTwo.test_same", "test_kinds-w4", "test_kinds-a-b"}
+    assert {f"test_it.{name}" for name in (*usual, "test_better", "test_strict")} <= files
+    (other,) = files - {f"test_it.{name}" for name in (*usual, "test_better", "test_strict")}
+    assert other.startswith("test_it.test_kinds-a-b-")  # of a/b
+    for name in ("better", "strict"):
+        file = tmp_path / "baselines" / f"test_it.test_{name}.json"
+        api_baseline.write_baseline(source, broken, file, overwrite=True)
+    kept = (tmp_path / "baselines" / "test_it.test_better.json").read_text()
+    for name in ("gone.test_x", "test_it.test_better.w8", "test_it.test_tier.w8"):
+        (tmp_path / "baselines" / f"{name}.json").write_text(kept)
+    (tmp_path / "baselines" / "others.json").write_text("{}")
+    code, text = run(tmp_path)
+    assert code == 1
+    assert text.count("PASSED test_it.py::") == 6
+    assert "test_better.json can be tightened: 1 layers (model.layers.1.mlp.down_proj)" in text
+    assert "FAILED better than the baseline, which can be tightened" in text
+    assert 'tier is "blocks", expected' in text
+    unused = {line.split()[0] for line in text.splitlines() if "is used by no test" in line}
+    assert {file.rpartition("/")[2] for file in unused} == {
+        "gone.test_x.json",
+        "test_it.test_better.w8.json",  # not tier's: that test failed
+    }
+    assert len((tmp_path / "calls").read_text().split()) == 3  # all, q_proj alone, and better
+    assert "is used by no test" not in run(tmp_path, "-k", "same")[1]
+
+
+@pytest.mark.slow
+def test_workers_of_xdist(checkpoints, tmp_path):
+    pytest.importorskip("xdist")
+    source, output, broken = checkpoints
+    calls = {f"same{i}": f"quantload_check({output!r}, ref={source!r})" for i in range(3)}
+    write_tests(tmp_path, broken=f"quantload_check({broken!r}, ref={source!r})", **calls)
+    assert run(tmp_path, "-n", "2")[0] == 1  # written: four files, two workers
+    file = tmp_path / "baselines" / "test_it.test_broken.json"
+    api_baseline.write_baseline(source, output, file, overwrite=True)
+    (tmp_path / "baselines" / "test_it.test_gone.json").write_text(file.read_text())
+    code, text = run(tmp_path, "-n", "2", "--quantload-report", "report")
+    assert code == 1
+    assert text.count("PASSED") == 3
+    assert f"  {DOWN}: " in text
+    assert "test_it.test_gone.json is used by no test" in text
+    assert len(list((tmp_path / "report" / "baselines").glob("*.json"))) == 4
+    assert len(list((tmp_path / "report" / "baselines").glob("*.html"))) == 4
+
+
+def test_tokens_and_tolerances(checkpoints, tmp_path):
+    source, output, broken = checkpoints
+    (tmp_path / "ids.json").write_text("[[1, 5, 9, 2, 8, 3, 11], [4, 4, 7]]")
+    (tmp_path / "others.json").write_text("[[1, 5, 9]]")
+    call = f"quantload_check({output!r}, ref={source!r}, device='cpu'"
+    wide = {"weight_db": 99, "steps_db": 99, "noise_db": 99, "output_median_db": 999}
+    write_tests(
+        tmp_path,
+        ids=f"{call}, tokens='ids.json')",
+        others=f"{call}, tokens='others.json')",
+        wide=f"quantload_check({broken!r}, ref={source!r}, tier='weights', mean_tol_db=99, "
+        f"tolerances={{'*.down_proj': {wide!r}}})",
+        unknown=f"{call}, tolerances={{'wieght_db': 1}})",
+        nothing=f"{call}, tolerances={{'*.donw_proj': {{'weight_db': 1}}}})",
+        small=f"{call}, tol_db=0.01)",
+    )
+    for name in ("others", "ids", "wide", "unknown", "nothing", "small"):
+        api_baseline.write_baseline(
+            source,
+            output,
+            tmp_path / "baselines" / f"test_it.test_{name}.json",
+            sequences=[[1, 5, 9, 2, 8, 3, 11], [4, 4, 7]],
+            device="cpu",
+        )
+    code, text = run(tmp_path)
+    assert code == 1
+    for name in ("ids", "wide", "small"):
+        assert f"PASSED test_it.py::test_{name}" in text
+    assert "has tokens of sha256" in text
+    assert "have `wieght_db`, expected" in text
+    assert "`*.donw_proj`, which matches none of its layers" in text
+    assert "nothing was run: outputs of layers" in text
+    file = tmp_path / "baselines" / "test_it.test_ids.json"
+    assert run(tmp_path, "--quantload-update", "-k", "ids or others")[0] == 0
+    assert read_baseline(file).tokens.count == 10
+    assert read_baseline(file.with_name("test_it.test_others.json")).tokens.count == 3
 
 
 def test_import_is_light():
