@@ -2,10 +2,14 @@
 
 For each block of layers the reference's is loaded, then the candidate's, and all tokens go through:
 
-    isolated      every linear layer of the reference hands its input to the candidate's too
+    isolated      every linear layer of the reference hands its input to the candidate's too; where
+                  the candidate rounds inputs, the reference's weight gets the rounded one as well,
+                  which tells what of the error is the input's
     injected      the candidate's block gets the reference's hidden states: what it adds
     propagated    the candidate's block gets the candidate's own hidden states: what has gathered
-    end           KL(reference || candidate), top-1 agreement and loss of the next token
+    routers       which experts each model chooses on its own hidden states
+    end           KL(reference || candidate), top-1 agreement and loss of the next token; logits are
+                  computed for some tokens at a time
 
 Experts are compared one by one on the tokens that the reference routed to them; with fewer than 32
 tokens an expert's number says little, and with none it has none: it is named, never counted as 0.
@@ -15,6 +19,7 @@ A model that cannot be run block by block is loaded as a whole; then both are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,7 +31,10 @@ from torch import Tensor, nn
 from quantload.accuracy.end_metrics import EndMetrics, EndSums
 from quantload.accuracy.output_errors import FEWEST_TOKENS, OutputErrors
 from quantload.accuracy.places import places_of
+from quantload.accuracy.rounded_inputs import rounded_input, rounded_rows
+from quantload.accuracy.router_overlap import Choices, RouterOverlap, overlap
 from quantload.accuracy.streaming import Block, StreamedModel, open_streamed
+from quantload.accuracy.streaming_end import OutputEnd
 from quantload.accuracy.streaming_tokens import batches_of, check_sequences
 from quantload.errors import NotComparable
 from quantload.layers.experts import FusedExperts
@@ -46,8 +54,11 @@ class OutputComparison:
     Args:
         isolated: Errors of each layer on the reference's inputs, by checkpoint name; gate and up of
             an expert that are one product have one error.
+        isolated_inputs: Of layers whose inputs the candidate rounds, the errors that this alone
+            makes: the reference's weight on the rounded input against that on the input as it is.
         injected: Errors of each block on the reference's hidden states, by path.
         propagated: Errors of each block on the candidate's own, by path.
+        routers: How often routers chose what they chose in the reference, by path of their experts.
         end: Agreement at the output; None for a model without logits.
         unseen: Experts that no token reached.
         few: Experts that fewer than 32 tokens reached.
@@ -60,6 +71,8 @@ class OutputComparison:
     injected: Mapping[str, OutputErrors]
     propagated: Mapping[str, OutputErrors]
     end: EndMetrics | None
+    isolated_inputs: Mapping[str, OutputErrors] = field(default_factory=dict)
+    routers: Mapping[str, RouterOverlap] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()
     few: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
@@ -106,11 +119,15 @@ def compare_running(
     _check_alike(*models)
     check_sequences(models[0].model, sequences)
     run = _Run(batches_of(sequences, _BATCH_TOKENS))
-    progress.start("blocks", total=models[0].num_blocks, unit="blocks")
-    pairs = zip(*(model.blocks(with_logits=True) for model in models), strict=True)
-    for number, (one, other) in enumerate(pairs, start=1):
-        run.block(one, other, is_last=number == models[0].num_blocks)
-        progress.advance(1, note=one.path)
+    progress.start("blocks", total=models[0].num_blocks + 1, unit="blocks")
+    ways = [model.blocks(apart=True) for model in models]
+    for _ in range(models[0].num_blocks):
+        progress.advance(1, note=run.block(*(next(way) for way in ways)))
+    for way in ways:
+        next(way, None)  # lets go of the last block
+    if models[0].cut is not None:
+        run.end(*(model.end() for model in models))
+    progress.advance(1, note="logits")
     progress.finish()
     found = run.result(models[0].why_whole or models[1].why_whole)
     return _by_checkpoint_name(found, models[0])
@@ -124,13 +141,14 @@ def _by_checkpoint_name(found: OutputComparison, model: StreamedModel) -> Output
         for path, leaf, number in places_of(module, model.mapper, experts):
             key = path if number < 0 else f"{path}.{number}.{leaf}"
             names.setdefault(key, []).append(module)
+
+    def named(errors: Mapping[str, OutputErrors]) -> dict[str, OutputErrors]:
+        return {name: one for path, one in errors.items() for name in names.get(path, [path])}
+
     return replace(
         found,
-        isolated={
-            name: errors
-            for path, errors in found.isolated.items()
-            for name in names.get(path, [path])
-        },
+        isolated=named(found.isolated),
+        isolated_inputs=named(found.isolated_inputs),
         unseen=tuple(name for path in found.unseen for name in names.get(path, [path])),
         few=tuple(name for path in found.few for name in names.get(path, [path])),
     )
@@ -143,6 +161,9 @@ def _check_alike(reference: StreamedModel, candidate: StreamedModel) -> None:
             f"the reference has `{counts[0]}` blocks, the candidate `{counts[1]}`: "
             f"{reference.why_whole or candidate.why_whole or 'their configs differ'}"
         )
+    if (reference.cut is None) != (candidate.cut is None):
+        why = reference.why_whole or candidate.why_whole
+        raise NotComparable(f"only one of both can be run block by block: {why}")
 
 
 @dataclass
@@ -155,8 +176,10 @@ class _Run:
 
     batches: Sequence[Tensor]
     isolated: dict[str, OutputErrors] = field(default_factory=dict)
+    rounded: dict[str, OutputErrors] = field(default_factory=dict)
     injected: dict[str, OutputErrors] = field(default_factory=dict)
     propagated: dict[str, OutputErrors] = field(default_factory=dict)
+    routers: dict[str, RouterOverlap] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
     uncompared: dict[str, None] = field(default_factory=dict)
 
@@ -165,44 +188,87 @@ class _Run:
         self._own: list[Tensor | None] = [None] * len(self.batches)
         self._end = EndSums()
 
-    def block(self, reference: Block, candidate: Block, *, is_last: bool) -> None:
-        """Run all batches through one block of both."""
+    def block(self, reference: Block, candidate: Block) -> str:
+        """Run all batches through one block of both; returns its path."""
+        choices = Choices(), Choices()
         for place, ids in enumerate(self.batches):
             given, own = self._states[place], self._own[place]
-            with self._isolated(reference.modules, candidate.modules):
+            isolated = self._isolated(reference.modules, candidate.modules)
+            with isolated, choices[0].watching(reference.modules):
                 expected = reference.step(ids, given)
-            got = candidate.step(ids, own)
-            if is_last:
-                self._end_of(ids, expected, got)
+            with choices[1].watching(candidate.modules):
+                got = candidate.step(ids, own)
+            self._add_choices(*choices)
+            if not reference.path:  # both are in memory as a whole
+                self._add_logits(ids, expected, got)
                 continue
-            assert expected is not None, "hidden states come out of every block but the last"
-            assert got is not None, "hidden states come out of every block but the last"
-            added = got if given is own else candidate.step(ids, given)
+            assert expected is not None, "hidden states come out of every block"
+            assert got is not None, "hidden states come out of every block"
+            added = got if _is_same(given, own) else candidate.step(ids, given)
             assert added is not None, "as before"
             self._add(self.injected, reference.path, added, expected)
             self._add(self.propagated, reference.path, got, expected)
-            self._states[place], self._own[place] = expected, got
+            # equal states are one object, so that the next block need not run on both
+            self._states[place], self._own[place] = (
+                expected,
+                expected if _is_same(expected, got) else got,
+            )
+        return reference.path
 
-    def _end_of(self, ids: Tensor, expected: Tensor | None, got: Tensor | None) -> None:
-        if expected is None or got is None:
-            return
+    def _add_choices(self, reference: Choices, candidate: Choices) -> None:
+        for path, (index, experts) in reference.of.items():
+            if path in candidate.of:
+                before = self.routers.get(path, RouterOverlap())
+                self.routers[path] = before + overlap(index, candidate.of[path][0], experts)
+
+    # -- logits --------------------------------------------------------------------------------
+
+    def end(self, reference: OutputEnd, candidate: OutputEnd) -> None:
+        """Go on from the last block of both to their logits."""
+        for place, ids in enumerate(self.batches):
+            states = self._states[place], self._own[place]
+            assert states[0] is not None, "all blocks have run"
+            assert states[1] is not None, "all blocks have run"
+            if reference.is_per_token(ids) and candidate.is_per_token(ids):
+                given = reference.head_inputs(ids, states[0])
+                own = candidate.head_inputs(ids, states[1])
+                for rows, tokens in reference.parts(ids):
+                    some = ids[rows, tokens]
+                    with self._isolated(reference.modules, candidate.modules):
+                        expected = reference.logits(some, given[rows, tokens])
+                    got = candidate.logits(some, own[rows, tokens])
+                    following = ids[rows, tokens.start + 1 : tokens.stop + 1]
+                    self._add_part(expected, got, following)
+                continue
+            with self._isolated(reference.modules, candidate.modules):
+                whole = reference.all_logits(ids, states[0])
+            self._add_logits(ids, whole, candidate.all_logits(ids, states[1]))
+
+    def _add_logits(self, ids: Tensor, expected: Tensor | None, got: Tensor | None) -> None:
+        if expected is not None and got is not None:
+            self._add_part(expected, got, ids[:, 1:])
+
+    def _add_part(self, expected: Tensor, got: Tensor, following: Tensor) -> None:
+        """Add logits [B, T, V] of both and the tokens [B, T or T - 1] that come next."""
         if expected.shape != got.shape:
             raise NotComparable(
                 f"vocabularies differ: {expected.shape[-1]} logits against {got.shape[-1]}"
             )
         for name, logits in (("reference", expected), ("candidate", got)):
-            if not bool(logits.isfinite().all()):
+            if not all(bool(end.isfinite()) for end in torch.aminmax(logits)):
                 raise NotComparable(f"logits of the {name} are not finite")
-        for row, one, other in zip(ids, expected, got, strict=True):
-            self._end.add(one, other, row)
+        for row, one, other in zip(following, expected, got, strict=True):
+            self._end.add_part(one, other, row)
 
     def _add(
         self, errors: dict[str, OutputErrors], path: str, candidate: Tensor, reference: Tensor
     ) -> None:
-        for name, values in (("reference", reference), ("candidate", candidate)):
-            if not bool(values.isfinite().all()):
+        found = errors.setdefault(path, OutputErrors())
+        found.add(candidate, reference)
+        # a value that is not finite makes its sum so
+        for name, total in (("reference", found.sums.signal), ("candidate", found.sums.noise)):
+            if not math.isfinite(total):
                 raise NotComparable(f"`{path}` of the {name} gives values that are not finite")
-        errors.setdefault(path, OutputErrors()).add(candidate, reference)
 
     # -- layers on equal inputs ----------------------------------------------------------------
 
@@ -229,9 +295,13 @@ class _Run:
                 handle.remove()
 
     def _linear_hook(self, path: str, other: nn.Module):  # type: ignore[no-untyped-def]  # noqa: ANN202
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if inputs:
-                self._add(self.isolated, path, other(inputs[0]), output)
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if not inputs:
+                return
+            self._add(self.isolated, path, other(inputs[0]), output)
+            rounded = rounded_input(other, inputs[0])
+            if rounded is not None:  # past the hooks of the reference's layer
+                self._add(self.rounded, path, module.forward(rounded), output)
 
         return hook
 
@@ -245,9 +315,11 @@ class _Run:
             yield product.register_forward_hook(self._expert_hook(names, twin))
 
     def _expert_hook(self, names: Sequence[str], twin: nn.Module):  # type: ignore[no-untyped-def]  # noqa: ANN202
-        def hook(_: nn.Module, inputs: tuple[Tensor, Groups], output: Tensor) -> None:
+        def hook(module: nn.Module, inputs: tuple[Tensor, Groups], output: Tensor) -> None:
             rows, groups = inputs
             got = twin(rows, groups)
+            rounded = rounded_rows(twin, rows, groups)
+            alone = None if rounded is None else module.forward(rounded, groups)
             start = 0
             for name, count in zip(names, groups.counts, strict=True):
                 part = slice(start, start + count)
@@ -255,6 +327,8 @@ class _Run:
                 self.experts[name] += count
                 if count:
                     self._add(self.isolated, name, got[part], output[part])
+                if count and alone is not None:
+                    self._add(self.rounded, name, alone[part], output[part])
 
         return hook
 
@@ -263,6 +337,8 @@ class _Run:
         counts = self.experts.items()
         return OutputComparison(
             isolated=self.isolated,
+            isolated_inputs=self.rounded,
+            routers=self.routers,
             injected=self.injected,
             propagated=self.propagated,
             end=self._end.metrics(),
@@ -271,6 +347,13 @@ class _Run:
             uncompared=tuple(self.uncompared),
             why_whole=why_whole,
         )
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """True if both are nothing, or hold equal values."""
+    if one is None or other is None:
+        return one is other
+    return one is other or torch.equal(one, other)
 
 
 def _is_linear(module: nn.Module) -> bool:

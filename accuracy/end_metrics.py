@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantload.quant.metrics import kl_divergence
+from quantload.quant.metrics import kl_of_logarithms
 
-_KL_TOKENS = 64  # tokens whose full distributions are held in float64 at a time
+_KL_ELEMENTS = 1 << 21  # of distributions that are held in float64 at a time: 16 MiB
 CONFIDENCE = (0.0, 0.25, 0.5, 0.75, 0.9)  # lower ends of the reference's largest probability
 
 
@@ -110,15 +110,23 @@ class EndSums:
 
     def add(self, reference: Tensor, candidate: Tensor, ids: Tensor | Sequence[int]) -> None:
         """Add the logits [T, V] of one sequence of T token ids."""
-        following = torch.as_tensor(ids)[1:].to(reference.device)
-        start = 0
-        pairs = zip(
-            torch.split(reference, _KL_TOKENS), torch.split(candidate, _KL_TOKENS), strict=True
-        )
+        self.add_part(reference, candidate, torch.as_tensor(ids)[1:])
+
+    def add_part(self, reference: Tensor, candidate: Tensor, following: Tensor) -> None:
+        """Add the logits [T, V] of T tokens of a sequence, in order.
+
+        Args:
+            reference: Of the reference.
+            candidate: Of the candidate.
+            following: [T] ids, of each token the next one; one less where the sequence ends.
+        """
+        following = following.to(reference.device)
+        start, step = 0, max(1, _KL_ELEMENTS // reference.shape[-1])
+        pairs = zip(torch.split(reference, step), torch.split(candidate, step), strict=True)
         for one, other in pairs:
-            self.kl.append(kl_divergence(one, other).cpu())
-            self.same.append((one.argmax(-1) == other.argmax(-1)).cpu())
             log_p, log_q = (torch.log_softmax(x.double(), dim=-1) for x in (one, other))
+            self.kl.append(kl_of_logarithms(log_p, log_q).cpu())
+            self.same.append((one.argmax(-1) == other.argmax(-1)).cpu())
             self.confidence.append(log_p.amax(-1).exp().cpu())
             labels = following[start : start + one.shape[0], None]
             count = labels.shape[0]

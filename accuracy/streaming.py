@@ -317,7 +317,7 @@ def open_streamed(
         names=found.tensors,
         fuse=False,
     )
-    blind = {} if round_inputs else dict(_watchable_experts(model, dtype))
+    blind = dict(_watchable_experts(model, dtype))
     jobs = planned(model, source, prepared.mapper, tied=prepared.tied)
     return StreamedModel(source, prepared, device, cut, why_whole, blind, jobs)
 

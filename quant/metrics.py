@@ -101,5 +101,10 @@ def kl_divergence(reference: Tensor, candidate: Tensor) -> Tensor:
     """
     log_p = torch.log_softmax(reference.to(torch.float64), dim=-1)
     log_q = torch.log_softmax(candidate.to(torch.float64), dim=-1)
+    return kl_of_logarithms(log_p, log_q)
+
+
+def kl_of_logarithms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) of distributions given by their logarithms, [..., V] float64: [...] float64."""
     terms = log_p.exp() * (log_p - log_q)
     return terms.masked_fill(log_p == -math.inf, 0.0).sum(dim=-1)  # p log p is 0 at p = 0

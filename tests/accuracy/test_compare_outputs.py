@@ -12,6 +12,7 @@ from tiny_moe import tiny_moe
 from transformers import AutoModelForCausalLM
 
 from quantload import api
+from quantload.accuracy import streaming
 from quantload.accuracy.compare_outputs import compare_running
 from quantload.accuracy.end_metrics import EndMetrics, EndSums
 from quantload.accuracy.output_errors import OutputErrors
@@ -88,7 +89,10 @@ def test_what_a_block_adds_is_measured_on_the_states_of_the_reference(folders, t
     assert found.injected["model.layers.0"].sums.noise == 0.0
     assert found.injected["model.layers.1"].sums.relative > 0.01
     assert found.propagated["model.layers.1"].sums == found.injected["model.layers.1"].sums
-    assert set(found.propagated) == {"model.layers.0", "model.layers.1"}
+    assert list(found.propagated) == [f"model.layers.{number}" for number in range(3)]
+    assert (
+        found.injected["model.layers.2"].sums.noise < found.propagated["model.layers.2"].sums.noise
+    )
     changed = {name for name, errors in found.isolated.items() if errors.sums.noise}
     assert changed == {"model.layers.1.mlp.up_proj"}
     assert found.why_whole == ""
@@ -116,14 +120,21 @@ def test_experts_are_compared_one_by_one_and_unseen_ones_are_named(tmp_path):
     assert all(name.count(".experts.") == 1 for name in found.unseen)
 
 
-def test_experts_in_another_form_are_named(tmp_path):
-    """A candidate in full precision keeps the model's own experts, which cannot be watched."""
+def test_experts_in_full_precision_are_compared_one_by_one(tmp_path):
     source = tiny_moe(tmp_path / "source")
+    found = running(source, source, [[1, 5]])
+    assert found.uncompared == ()
+    experts = {name: errors for name, errors in found.isolated.items() if ".experts." in name}
+    assert experts
+    assert all(errors.sums.noise == 0.0 for errors in experts.values())
+
+
+def test_experts_that_cannot_be_watched_are_named(tmp_path, monkeypatch):
+    source = tiny_moe(tmp_path / "source")
+    monkeypatch.setattr(streaming, "fused_experts", lambda *_, **__: "its forward is its own")
     found = running(source, source, [[1, 5]])
     assert found.uncompared == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
     assert not any(".experts." in name for name in found.isolated)
-    output = api.convert(source, tmp_path / "out", "W4A16:g32").folder
-    assert running(source, output, [[1, 5]]).uncompared == ()
 
 
 def test_values_that_are_not_finite(folders, tmp_path):
