@@ -39,6 +39,7 @@ from quantload.accuracy.streaming_tokens import batches_of, check_sequences
 from quantload.errors import NotComparable
 from quantload.layers.experts import FusedExperts
 from quantload.layers.experts_grouped import Groups
+from quantload.layers.experts_layout import holds_experts
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.experts import split_experts
 from quantload.loader.source import Source
@@ -279,7 +280,7 @@ class _Run:
         handles: list[Any] = []
         for path, module in reference.items():
             other = candidate.get(path)
-            is_experts = isinstance(module, FusedExperts)
+            is_experts = isinstance(module, FusedExperts) or holds_experts(module)
             if not is_experts and (not _is_linear(module) or _is_inside(path, reference)):
                 continue
             if isinstance(module, FusedExperts) and isinstance(other, FusedExperts):
