@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -261,7 +262,8 @@ def write_text(file: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
         partial.replace(file)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # its folder may be a file
+            partial.unlink(missing_ok=True)
         raise OutputError(f"cannot write `{file}`: {error.strerror or error}") from error
 
 
