@@ -16,6 +16,7 @@ from quantload import __version__
 from quantload.cli_allocate import allocate
 from quantload.cli_baseline import baseline
 from quantload.cli_bench import bench
+from quantload.cli_bisect import bisect
 from quantload.cli_convert import convert
 from quantload.cli_doctor import doctor
 from quantload.cli_explain import explain
@@ -61,6 +62,7 @@ def main() -> None:
 main.add_command(allocate)
 main.add_command(baseline)
 main.add_command(bench)
+main.add_command(bisect)
 main.add_command(convert)
 main.add_command(doctor)
 main.add_command(explain)

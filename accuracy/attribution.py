@@ -24,11 +24,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from quantload.accuracy.attribution_result import CLEAR, Attribution, KlMean, UnitDrift
 from quantload.accuracy.attribution_runs import CANDIDATE, Measured, Variant, run_variants
 from quantload.accuracy.attribution_units import By, Unit, find_units
 from quantload.accuracy.compare_weights import check_one_model
@@ -41,112 +42,10 @@ from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.source import Source
 from quantload.progress import Progress
 
-ADDITIVE = (0.7, 1.4)  # ratios of the whole KL to the sum of the parts at which effects add
-STANDS_OUT = 2.0  # times the median of its kind
 _FEWEST_ALIKE = 4  # other units of a kind that say what is usual
-_CLEAR = 3.0  # standard errors between two units that are told apart
 _BATCH_TOKENS = 512
 _CPU = torch.device("cpu")
 _STATES_BYTES = 1 << 30  # of hidden states that wait on the CPU at a time
-
-
-@dataclass(frozen=True, kw_only=True)
-class KlMean:
-    """A mean KL in nats a token.
-
-    Args:
-        mean: Over all positions; infinity where an output is no number.
-        standard_error: Of the mean, positions taken as independent.
-        tokens: Positions.
-    """
-
-    mean: float
-    standard_error: float
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitDrift:
-    """What one unit does to the output.
-
-    Args:
-        unit: What is exchanged.
-        kl: KL(reference || reference with this unit of the candidate), on all tokens if the unit is
-            `refined`, else on those of the first pass.
-        share: Part of the sum of all units' KL in the first pass.
-        error: Median over tokens of the relative error of the unit's outputs on the reference's
-            inputs; None where there is none to take.
-        of_kind: That error over the median of the other units of its kind and encoding; None where
-            fewer than 4 others are.
-        refined: True if it was run on all tokens.
-        noise: KL with noise of the same norm in place of the error; None if it was not run.
-        put_back: KL(reference || candidate with this unit of the reference); None likewise.
-    """
-
-    unit: Unit
-    kl: KlMean
-    share: float
-    error: float | None = None
-    of_kind: float | None = None
-    refined: bool = False
-    noise: KlMean | None = None
-    put_back: KlMean | None = None
-
-    @property
-    def stands_out(self) -> bool:
-        """True if its outputs are off by twice as much as is usual for its kind, or more."""
-        return self.of_kind is not None and self.of_kind >= STANDS_OUT
-
-    @property
-    def noise_ratio(self) -> float | None:
-        """KL of the error over that of noise: above 1 its direction makes it worse."""
-        return None if self.noise is None or not self.noise.mean else self.kl.mean / self.noise.mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attribution:
-    """What causes the drift of a candidate.
-
-    Args:
-        units: The largest KL first: those that ran on all tokens, then the others.
-        by: What was exchanged at once.
-        whole: KL(reference || candidate) on all tokens.
-        whole_first: The same on the tokens of the first pass.
-        sum_of_parts: Sum of the units' KL in the first pass.
-        nothing: KL where nothing was exchanged; 0 unless the measurement is at fault.
-        lead: By how many standard errors the first is ahead of the second; None if either is alone.
-        equal: Checkpoint names of what is equal in both, and so was not exchanged.
-        config: What the configs say differently of the model: no exchange of layers shows that.
-        why_whole: Why the models were in memory as a whole; "" if they were not.
-    """
-
-    units: tuple[UnitDrift, ...]
-    by: By
-    whole: KlMean
-    whole_first: KlMean
-    sum_of_parts: float
-    nothing: float = 0.0
-    lead: float | None = None
-    equal: tuple[str, ...] = field(default=(), repr=False)
-    config: tuple[str, ...] = ()
-    why_whole: str = ""
-
-    @property
-    def additivity(self) -> float:
-        """KL of the whole over the sum of the parts; NaN where nothing has an effect."""
-        return self.whole_first.mean / self.sum_of_parts if self.sum_of_parts else math.nan
-
-    @property
-    def standing_out(self) -> tuple[UnitDrift, ...]:
-        """Units whose outputs are off by more than is usual for their kind, worst first."""
-        found = [row for row in self.units if row.stands_out]
-        return tuple(sorted(found, key=lambda row: -(row.of_kind or 0.0)))
-
-    def removed(self, row: UnitDrift) -> float | None:
-        """Return which part of the drift goes away where a unit is put back; None if unknown."""
-        if row.put_back is None or not self.whole.mean:
-            return None
-        return 1 - row.put_back.mean / self.whole.mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,7 +280,7 @@ def _to_refine(
     close = [
         row.unit
         for row in rows[top:]
-        if not _ahead(leader, found[_swap(row.unit)].positions) > _CLEAR
+        if not _ahead(leader, found[_swap(row.unit)].positions) > CLEAR
     ]
     return [*(row.unit for row in rows[:top]), *close[:top]]
 
@@ -431,11 +330,6 @@ def _mean(found: Measured) -> KlMean:
 
 
 __all__ = [
-    "ADDITIVE",
-    "STANDS_OUT",
-    "Attribution",
-    "KlMean",
     "Settings",
-    "UnitDrift",
     "attribute_drift",
 ]

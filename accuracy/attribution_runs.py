@@ -15,28 +15,26 @@ Positions of all variants are those of the same tokens: differences of variants 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from quantload.accuracy.attribution_units import Site, Unit
+from quantload.accuracy.attribution_exchange import Exchange, Mode
+from quantload.accuracy.attribution_units import Unit
 from quantload.accuracy.output_errors import OutputErrors
+from quantload.accuracy.reference_output import ReferenceOutput
 from quantload.accuracy.streaming import Block, StreamedModel
-from quantload.errors import ModelError, NotComparable
-from quantload.layers.experts import FusedExperts
+from quantload.errors import ModelError
 from quantload.progress import Progress
-from quantload.quant.metrics import kl_divergence
 
-_KL_TOKENS = 64  # tokens whose distributions are in work at a time
 _STEP_TOKENS = 2048  # that go through a block at a time
 _LOGITS_BYTES = 1 << 28  # of logits that are there at a time, or of one variant
 
 Base = Literal["reference", "candidate"]
-Mode = Literal["swap", "noise", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -133,60 +131,6 @@ def run_variants(
                 progress.advance(chain.num_runs(number), note=blocks[0].path)
     progress.finish()
     return found
-
-
-class ReferenceOutput:
-    """The next-token distributions of the reference, against which others are held.
-
-    KL(p || q) = log sum_v p(v) exp(d(v)) - sum_v p(v) d(v), d the difference of the logits: one
-    pass in float32, of which the relative error is below 1e-4 for KL from 1e-6 nats on, and which
-    is exactly 0 for equal logits. Where that is no number, float64 decides.
-
-    Args:
-        logits: [B, T, V].
-
-    Raises:
-        NotComparable: They are not finite.
-    """
-
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits.flatten(0, -2).float()
-        if bool(self._logits.isnan().any()) or bool(self._logits.isposinf().any()):
-            raise NotComparable("logits of the reference are not finite")
-        self._p = self._logits.softmax(dim=-1)
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self._logits.shape[-1]
-
-    def kl(self, logits: Tensor) -> Tensor:
-        """Return KL(reference || candidate) of each position, [B * T] float64 on the CPU.
-
-        Args:
-            logits: [B, T, V] of the candidate.
-
-        Raises:
-            NotComparable: The vocabulary is another one.
-        """
-        rows = logits.flatten(0, -2).float()
-        if rows.shape != self._logits.shape:
-            raise NotComparable(
-                f"vocabularies differ: {self.vocabulary} logits against {rows.shape[-1]}"
-            )
-        parts = (torch.split(x, _KL_TOKENS) for x in (self._logits, self._p, rows))
-        return torch.cat([_kl(*part) for part in zip(*parts, strict=True)]).cpu()
-
-
-def _kl(reference: Tensor, p: Tensor, candidate: Tensor) -> Tensor:
-    d = candidate - reference
-    d -= torch.linalg.vecdot(p, d)[:, None]  # a shift of all logits changes nothing, rounds less
-    rest = torch.linalg.vecdot(p, d).double()
-    found = torch.log1p(torch.linalg.vecdot(p, d.expm1_()).double()) - rest
-    wrong = ~found.isfinite()
-    if bool(wrong.any()):
-        found[wrong] = kl_divergence(reference[wrong], candidate[wrong]).nan_to_num(nan=math.inf)
-    return found.clamp_(min=0.0)
 
 
 # -- one base and its variants ---------------------------------------------------------------------
@@ -331,7 +275,7 @@ class _Chain:
         is_measured = step.number == variant.unit.first and self.base == "reference"
         errors = self._found[variant].errors if is_measured else None
         seed = self._seed + step.place  # the same noise wherever it is added again
-        exchange = _Exchange(self._own, self._other, variant.mode, errors, seed)
+        exchange = Exchange(self._own, self._other, variant.mode, errors, seed)
         try:
             for site in variant.unit.sites:
                 exchange.put(site)
@@ -353,104 +297,10 @@ def couples_tokens(model: StreamedModel) -> bool:
     return any(i is not None and i.dynamic and i.granularity == "tensor" for i in inputs)
 
 
-# -- exchanging ------------------------------------------------------------------------------------
-
-
-class _Exchange:
-    """Puts parts of one model into another, and takes them out again.
-
-    Args:
-        own: The model that runs.
-        other: The model that the parts come from.
-        mode: See `Variant`.
-        errors: Grows by the errors of the outputs of the exchanged modules; None measures nothing.
-        seed: Of the noise.
-    """
-
-    def __init__(
-        self, own: nn.Module, other: nn.Module, mode: Mode, errors: OutputErrors | None, seed: int
-    ) -> None:
-        self._own, self._other, self._mode, self._errors = own, other, mode, errors
-        self._generator = torch.Generator().manual_seed(seed)
-        self._undo: list[Callable[[], object]] = []
-
-    def undo(self) -> None:
-        """Put everything back, last first."""
-        while self._undo:
-            self._undo.pop()()
-
-    def put(self, site: Site) -> None:
-        """Exchange a module, or one tensor of it."""
-        own = self._own.get_submodule(site.path)
-        other = own if self._mode == "nothing" else self._other.get_submodule(site.path)
-        if site.leaf:
-            self._put_tensor(own, other, site)
-        elif self._mode == "noise":
-            self._hook(own, self._noisy(other))
-        else:
-            self._put_module(own, other, site.path)
-
-    def _put_module(self, own: nn.Module, other: nn.Module, path: str) -> None:
-        parent_path, _, name = path.rpartition(".")
-        parent = self._own.get_submodule(parent_path)
-        if isinstance(parent, FusedExperts):
-            self._put_rounding(parent, parent_path, name)
-        parent._modules[name] = other
-        self._undo.append(lambda: parent._modules.__setitem__(name, own))
-        if other is not own:
-            self._hook(other, self._measured(own))
-
-    def _put_rounding(self, parent: FusedExperts, path: str, name: str) -> None:
-        """Exchange what rounds the inputs of `down`, which `FusedExperts` keeps beside it."""
-        twin = self._other.get_submodule(path) if self._mode == "swap" else parent
-        assert isinstance(twin, FusedExperts), "projections are exchanged between such"
-        if name == f"{parent.layout.down.leaf}_experts":
-            before = parent.round_down
-            parent.round_down = twin.round_down
-            self._undo.append(lambda: setattr(parent, "round_down", before))
-
-    def _put_tensor(self, own: nn.Module, other: nn.Module, site: Site) -> None:
-        for table in (own._parameters, own._buffers):
-            if site.leaf in table:
-                break
-        else:
-            raise ModelError(f"`{site}` is no tensor of the model")
-        tables: dict[str, Any] = table  # type: ignore[assignment]
-        before, value = tables[site.leaf], getattr(other, site.leaf)
-        if isinstance(before, nn.Parameter) and not isinstance(value, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=False)
-        tables[site.leaf] = value
-        self._undo.append(lambda: tables.__setitem__(site.leaf, before))
-
-    def _hook(self, module: nn.Module, hook: Callable[..., object]) -> None:
-        handle = module.register_forward_hook(hook, with_kwargs=True)
-        self._undo.append(handle.remove)
-
-    def _measured(self, own: nn.Module) -> Callable[..., object]:
-        def hook(_: nn.Module, args: Any, kwargs: Any, output: object) -> None:  # noqa: ANN401
-            if self._errors is not None and isinstance(output, Tensor):
-                self._errors.add(output, own(*args, **kwargs))
-
-        return hook
-
-    def _noisy(self, other: nn.Module) -> Callable[..., object]:
-        def hook(_: nn.Module, args: Any, kwargs: Any, output: object) -> object:  # noqa: ANN401
-            if not isinstance(output, Tensor):
-                raise ModelError(f"`{type(other).__name__}` returns no tensor: no noise to add")
-            error = (other(*args, **kwargs) - output).float()
-            noise = torch.randn(error.shape, generator=self._generator).to(error.device)
-            factor = error.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
-            return output + (noise * factor).to(output.dtype)
-
-        return hook
-
-
 __all__ = [
     "CANDIDATE",
     "Base",
     "Measured",
-    "Mode",
-    "ReferenceOutput",
     "Variant",
     "couples_tokens",
     "run_variants",
