@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from quantload.accuracy.experts_in_file import ExpertsInFile
 from quantload.accuracy.vocabulary_in_file import HeadInFile
 from quantload.layers.experts_grouped import Groups
 from quantload.layers.inputs import RoundedInput, ScaledInput, StaticCodes, StaticInput
@@ -58,11 +59,14 @@ def rounded_rows(product: nn.Module, rows: Tensor, groups: Groups) -> Tensor | N
         rows: [S, K], sorted by expert.
         groups: Which rows are whose.
     """
+    counts = groups.counts
+    parts = torch.split(rows, [*counts, rows.shape[0] - sum(counts)])
+    if isinstance(product, ExpertsInFile):
+        own = [_dynamic(part, product.input) for part in parts]
+        return torch.cat([x for x in own if x is not None]) if own[0] is not None else None
     experts = getattr(product, "experts", None)
     if not isinstance(experts, nn.ModuleList):
         return None
-    counts = groups.counts
-    parts = torch.split(rows, [*counts, rows.shape[0] - sum(counts)])
     rounded: list[Tensor] = []
     for expert, part in zip(experts, parts, strict=False):
         members = list(expert.get_submodule("members").children())

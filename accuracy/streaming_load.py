@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
+from quantload.accuracy.experts_in_file import (
+    BLOCK_BYTES,
+    bytes_of,
+    can_stay_in_file,
+    leave_experts_in_file,
+)
 from quantload.accuracy.held_weights import hold_as_stored, hold_decoded
 from quantload.accuracy.streaming_step import HeadInput
 from quantload.accuracy.vocabulary_in_file import VocabularyInFile
 from quantload.errors import ModelError
+from quantload.layers.experts import FusedExperts
 from quantload.layers.pipeline import PipelineCut
 from quantload.layers.preparation import PreparedModel
 from quantload.layers.replacement import put
@@ -76,7 +84,7 @@ class BlockLoader:
         with _taken_out(model, vocabulary.paths):
             done = assign(
                 model,
-                self._source_of(OUTSIDE),
+                self._source_of(lambda job: block_of(job.target.module, cut) == OUTSIDE),
                 self.prepared.mapper,
                 device=self.device,
                 tied=tied,
@@ -88,14 +96,15 @@ class BlockLoader:
         """Load one layer."""
         path = f"{self.cut.layers}.{number}"
         hold_as_stored(layer, self.source, self.jobs, path)
-        assign(
-            _shell(path, layer),
-            self._source_of(number),
-            self.prepared.mapper,
-            device=self.device,
-            tied={},
-            share=_OneBlock(block=path),
-        )
+        shell, large = _shell(path, layer), [f"{path}.{name}" for name in _large_experts(layer)]
+        with _taken_out(shell, large):
+            self._part(
+                shell, path, lambda job: block_of(job.target.module, self.cut) == number, large
+            )
+        for block in large:
+            experts = shell.get_submodule(block)
+            assert isinstance(experts, FusedExperts), "as was looked for"
+            leave_experts_in_file(experts, partial(self._experts, block), self.device)
         for module in layer.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
@@ -107,9 +116,34 @@ class BlockLoader:
         hold_decoded(layer)
         layer.requires_grad_(False)
 
-    def _source_of(self, number: int) -> Source:
-        """Return the checkpoint with nothing but what goes to one layer, or outside of them."""
-        names = {job.name for job in self.jobs if block_of(job.target.module, self.cut) == number}
+    def _experts(self, path: str, waiting: nn.Module) -> None:
+        """Load what a module waits for that stands for the experts of a block at a path."""
+        leaves = {leaf for leaf, _ in waiting.awaits()}  # type: ignore[operator]
+        self._part(
+            _shell(path, waiting),
+            path,
+            lambda job: job.target.module == path and job.target.leaf in leaves,
+        )
+
+    def _part(
+        self,
+        shell: nn.Module,
+        path: str,
+        wanted: Callable[[Job], bool],
+        elsewhere: Sequence[str] = (),
+    ) -> None:
+        assign(
+            shell,
+            self._source_of(wanted),
+            self.prepared.mapper,
+            device=self.device,
+            tied={},
+            share=_OneBlock(block=path, elsewhere=tuple(elsewhere)),
+        )
+
+    def _source_of(self, wanted: Callable[[Job], bool]) -> Source:
+        """Return the checkpoint with nothing but what is wanted."""
+        names = {job.name for job in self.jobs if wanted(job)}
         source = self.source
         return replace(
             source,
@@ -130,6 +164,14 @@ def give_back_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+def _large_experts(layer: nn.Module) -> Iterator[str]:
+    """Yield the paths of experts in a layer that are read some at a time."""
+    for name, module in layer.named_modules():
+        is_large = isinstance(module, FusedExperts) and bytes_of(module) > BLOCK_BYTES
+        if is_large and isinstance(module, FusedExperts) and can_stay_in_file(module):
+            yield name
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from tiny_moe import tiny_moe
 from transformers import AutoModelForCausalLM
 
 from quantload import api
-from quantload.accuracy import streaming
+from quantload.accuracy import experts_in_file, streaming, streaming_load
 from quantload.accuracy.compare_outputs import compare_running
 from quantload.accuracy.end_metrics import EndMetrics, EndSums
 from quantload.accuracy.output_errors import OutputErrors
@@ -176,3 +176,26 @@ def test_relative_error_of_each_token():
     assert errors.median == pytest.approx(0.1)
     assert errors.sums == error_sums(candidate, reference)
     assert isinstance(EndMetrics(kl=torch.zeros(1), same_top1=torch.ones(1).bool()).top1, float)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16:g32", "W8A8", "FP8_DYNAMIC"])
+def test_large_experts_are_read_some_at_a_time(tmp_path, monkeypatch, scheme):
+    source = tiny_moe(tmp_path / "source")
+    output = api.convert(source, tmp_path / "out", scheme).folder
+    expected = running(source, output)
+    loaded = []
+    monkeypatch.setattr(streaming_load, "BLOCK_BYTES", 0)
+    monkeypatch.setattr(experts_in_file, "CHUNK_BYTES", 1)
+    chosen = experts_in_file.choose_grouped
+    monkeypatch.setattr(
+        experts_in_file,
+        "choose_grouped",
+        lambda experts: loaded.append(len(experts)) or chosen(experts),
+    )
+    found = running(source, output)
+    assert set(loaded) == {1}
+    assert found.isolated.keys() == expected.isolated.keys()
+    for name, errors in expected.isolated.items():
+        assert found.isolated[name].sums.noise == pytest.approx(errors.sums.noise, rel=1e-4)
+    assert found.isolated_inputs.keys() == expected.isolated_inputs.keys()
+    assert found.end.kl_mean == pytest.approx(expected.end.kl_mean, rel=1e-4)
