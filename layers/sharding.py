@@ -181,12 +181,11 @@ def _latent_heads(block: nn.Module) -> int:
     linears = (queries, getattr(block, "kv_b_proj", None), getattr(block, "o_proj", None))
     if not isinstance(heads, int) or heads < 1:
         return 0
-    sizes = [
-        linear.in_features if linear is linears[-1] else linear.out_features
-        for linear in linears
-        if isinstance(linear, nn.Linear)
-    ]
-    return heads if len(sizes) == len(linears) and not any(s % heads for s in sizes) else 0
+    found = [linear for linear in linears if isinstance(linear, nn.Linear)]
+    if len(found) < len(linears):
+        return 0
+    sizes = (found[0].out_features, found[1].out_features, found[2].in_features)
+    return 0 if any(size % heads for size in sizes) else heads
 
 
 def _runs_ours(block: nn.Module) -> bool:

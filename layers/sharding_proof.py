@@ -8,8 +8,9 @@ ranks share. Along it nothing may be done that needs all of it:
     allowed     what treats elements alike (sums of tensors, activations), moves and merges of
                 dimensions that keep the rank's part in one piece, reductions and products along
                 other dimensions, zeros and ones
-    refused     reductions, splits, slices and joins along it, counting (`arange`), factors that
-                follow from its size, and every operation that is not known here
+    refused     reductions, splits, slices and joins along it, slices of its size, counting
+                (`arange`), factors that follow from its size, and every operation that is not known
+                here
 """
 
 from __future__ import annotations
@@ -249,12 +250,9 @@ def _keeps(
         return name.startswith(_FILL)
     if name in _MERGE:
         return _runs(whole.inputs[0], cut.inputs[0]) == _runs(whole.outputs[0], cut.outputs[0])
-    if name in _COPIES:
-        pairs = zip(whole.inputs, cut.inputs, strict=True)
-        return all(_fits(a, b, whole.outputs[0], cut.outputs[0]) for a, b in pairs)
     if name in _KEEP:
         return _sizes(whole.inputs[0], cut.inputs[0]) <= _sizes(whole.outputs[0], cut.outputs[0])
-    if whole.treats_alike:
+    if whole.treats_alike or name in _COPIES:
         pairs = zip(whole.inputs, cut.inputs, strict=True)
         return all(_fits(a, b, whole.outputs[0], cut.outputs[0]) for a, b in pairs)
     if name in _PRODUCTS:
@@ -269,9 +267,17 @@ def _keeps(
     if name == "cat":
         dims = [dim for shared in inputs for dim in shared]
         return whole.along is not None and not set(whole.along) & set(dims)
+    return _keeps_along(whole, cut, inputs)
+
+
+def _keeps_along(whole: Step, cut: Step, inputs: list[tuple[int, ...]]) -> bool:
+    """The same for an operation that works along dimensions, and is none of those above."""
     if whole.along is None or set(whole.along) & set(inputs[0]):
         return False
-    return len(whole.inputs) == 1 or (name in _NORMS and not any(inputs[1:]))
+    sizes = (_sizes(a, b) for a, b in zip(whole.outputs, cut.outputs, strict=True))
+    if not set().union(*sizes) <= _sizes(whole.inputs[0], cut.inputs[0]):
+        return False  # as many as a rank has are taken of what all have: the first, on every rank
+    return len(whole.inputs) == 1 or (whole.name in _NORMS and not any(inputs[1:]))
 
 
 def _sizes(whole: Shape, cut: Shape) -> set[tuple[int, int]]:

@@ -11,7 +11,7 @@ from fake_source import tiny_config
 from torch import nn
 
 from quantload.layers.attention import use_attention
-from quantload.layers.meta_model import build_on_meta
+from quantload.layers.meta_model import build_on_meta, tensor_parallel_plan
 from quantload.layers.sharding import ShardPlan, Style, plan_sharding
 
 NOWHERE = Path("/nowhere")
@@ -134,6 +134,7 @@ NEEDS_ALL = {
     "count": lambda x: x / x.shape[-1],
     "numbers": lambda x: x * torch.arange(x.shape[-1], device=x.device),
     "running sum": lambda x: x.cumsum(-1),
+    "first ones": lambda x: x + torch.ones(96, device=x.device).cumsum(0)[: x.shape[-1]],
     "largest": lambda x: x * (x >= x.topk(4, -1).values[..., -1:]),
 }
 
@@ -212,3 +213,94 @@ def test_layers_that_are_one_parameter_are_replicated():
     for number in (0, 1):
         assert plan.styles[f"model.layers.{number}.mlp.down_proj"].kind == "replicated"
         assert plan.styles[f"model.layers.{number}.self_attn.q_proj"].kind == "column"
+
+
+LATENT = {
+    **{
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+    },
+    **{"qk_nope_head_dim": 16, "v_head_dim": 12, "n_routed_experts": 2, "num_experts_per_tok": 1},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_latent_attention_is_cut_by_heads_and_its_latents_are_whole(ranks):
+    plan = plan_of("deepseek_v3", ranks, **LATENT)
+    assert plan.styles[f"{ATTENTION}.q_b_proj"] == Style("column", 24)
+    assert plan.styles[f"{ATTENTION}.kv_b_proj"] == Style("column", 28)
+    assert plan.styles[f"{ATTENTION}.o_proj"] == Style("row", 12)
+    for name in ("q_a_proj", "kv_a_proj_with_mqa"):
+        style = plan.styles[f"{ATTENTION}.{name}"]
+        assert style.reason == "not in the tensor parallel plan of the model"
+
+
+def test_latent_attention_without_latents_of_queries():
+    plan = plan_of("deepseek_v3", 2, **(LATENT | {"q_lora_rank": None}))
+    assert plan.styles[f"{ATTENTION}.q_proj"] == Style("column", 24)
+    assert plan.styles[f"{ATTENTION}.o_proj"] == Style("row", 12)
+
+
+def test_latent_attention_is_whole_where_heads_do_not_divide():
+    plan = plan_of("deepseek_v3", 8, **LATENT)
+    for name in ("q_b_proj", "kv_b_proj", "o_proj"):
+        assert plan.styles[f"{ATTENTION}.{name}"].kind == "replicated"
+    assert plan.styles["model.layers.0.mlp.down_proj"].kind == "row"
+
+
+def test_latent_attention_that_reads_its_own_number_of_heads_is_whole():
+    model = built("deepseek_v3", **LATENT)
+    block = type(model.model.layers[1].self_attn)
+
+    def expand_kv(self, kv_nope, k_rot):
+        keys, values = block.expand_kv(self, kv_nope, k_rot)
+        return keys.sub(keys.mean(1, keepdim=True)), values  # over all heads
+
+    model.model.layers[1].self_attn.__class__ = type("Odd", (block,), {"expand_kv": expand_kv})
+    plan = plan_sharding(model, 2)
+    for name in ("q_b_proj", "kv_b_proj", "o_proj"):
+        assert plan.styles[f"model.layers.1.self_attn.{name}"].kind == "replicated"
+        assert plan.styles[f"{ATTENTION}.{name}"].kind in ("column", "row")
+
+
+def without_plan(model: nn.Module) -> nn.Module:
+    """Take the MLPs out of the model's own plan."""
+    kept = {k: v for k, v in tensor_parallel_plan(model).items() if ".mlp." not in k}
+    assert kept
+    model._tp_plan = kept
+    return model
+
+
+def test_gated_units_that_a_plan_leaves_out_are_cut():
+    model = without_plan(built())
+    plan = plan_sharding(model, 2)
+    assert plan.styles["model.layers.0.mlp.gate_proj"] == Style("column", 1)
+    assert plan.styles["model.layers.1.mlp.down_proj"] == Style("row", 1)
+
+
+def test_gated_units_that_no_forward_reaches_are_whole():
+    model = without_plan(built())
+    block = model.model.layers[1]
+    block.spare = type(block.mlp)(model.config).to("meta")
+    plan = plan_sharding(model, 2)
+    style = plan.styles["model.layers.1.spare.down_proj"]
+    assert style.kind == "replicated"
+    assert "does not reach" in style.reason
+    assert plan.styles["model.layers.1.mlp.down_proj"].kind == "row"
+
+
+def test_a_part_of_one_that_is_repeated_over_all_is_seen():
+    """One feature a rank would be repeated into all of them; shapes fit."""
+
+    def between(x):
+        whole = torch.zeros(*x.shape[:-1], 96, device=x.device)
+        whole.copy_(x)
+        return x * whole.mean(-1, keepdim=True)
+
+    plan = plan_sharding(mlp_with(between), 96)
+    assert plan.styles["model.layers.1.mlp.up_proj"].kind == "replicated"
+    assert plan.styles["model.layers.0.mlp.up_proj"].kind == "column"
