@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from quantload.accuracy.plain_choices import in_order, order_by_kind, uniform
+from quantload.accuracy.score_table import Cost, Score, ScoreTable
+from quantload.accuracy.scoring import KEEP, HowToScore, score_layers
+from quantload.accuracy.statistics import source_digest
 from quantload.api_load import parse_device
 from quantload.api_plan import inspect, plan
-from quantload.errors import ConfigError, listed
-from quantload.loader.plan import Plan
-from quantload.loader.plan_row import PlanRow
+from quantload.errors import ConfigError
+from quantload.loader.model_dtype import parse_dtype
 from quantload.loader.quantized_view import quantized_view
 from quantload.loader.source import Source
 from quantload.progress import Progress, Silent
-from quantload.quant.allocation import Option, allocate
 
-KEEP = "keep"
+ADDITIVE = (0.7, 1.4)  # measured over predicted KL at which effects of layers add up
+_EXPERT = re.compile(r"(.*\.experts\.)\d+\.[^.]+")
+_BATCH_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +35,16 @@ class Mix:
         name: How it was chosen.
         schemes: Name of the scheme, by module.
         bits_per_weight: Of the weights that are shared out, scales included.
-        kl_mean: KL(reference || mix) in nats a token, on tokens that no score has seen.
+        kl_mean: KL(reference || mix) in nats a token, on tokens that no score has seen; None if it
+            was not run.
         kl_standard_error: Of that mean.
     """
 
     name: str
     schemes: Mapping[str, str]
     bits_per_weight: float
-    kl_mean: float
-    kl_standard_error: float
+    kl_mean: float | None = None
+    kl_standard_error: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +52,33 @@ class Allocation:
     """What was chosen.
 
     Args:
-        best: The mix with the least KL.
-        mixes: All that were tried: by gradients, by a rule of layers' kinds, and uniform.
-        sum_of_parts: Sum of the scores of the mix by gradients.
-        scores: Score of each scheme, by module.
+        best: The mix with the least KL; the first if none was run.
+        mixes: All that were tried: by scores, by a rule of layers' kinds, and uniform.
+        predicted: Sum of the scores of the mix by scores: with "gradient" and "kl" an estimate of
+            its KL, in nats a token.
+        curve: (bits a weight, sum of scores) of all budgets that are spent to the last bit.
+        table: The scores, for other budgets.
     """
 
     best: Mix
     mixes: tuple[Mix, ...]
-    sum_of_parts: float
-    scores: Mapping[str, Mapping[str, float]] = field(repr=False)
+    predicted: float
+    curve: tuple[tuple[float, float], ...] = field(repr=False)
+    table: ScoreTable = field(repr=False)
+
+    @property
+    def additivity(self) -> float | None:
+        """KL of the mix by scores over the sum of its parts; None if that is not known."""
+        kl = self.mixes[0].kl_mean
+        if kl is None or self.table.score == "weights" or not self.predicted:
+            return None
+        return kl / self.predicted
+
+    @property
+    def adds_up(self) -> bool:
+        """False if the sum of the parts is far from what was measured."""
+        ratio = self.additivity
+        return ratio is None or ADDITIVE[0] <= ratio <= ADDITIVE[1]
 
     def rules_text(self) -> str:
         """Return a file for `quantload convert --config`."""
@@ -62,33 +86,53 @@ class Allocation:
         for scheme in self.best.schemes.values():
             counts[scheme] = counts.get(scheme, 0) + 1
         usual = max(sorted(counts), key=lambda scheme: counts[scheme])
-        lines = [
-            f"# {self.best.bits_per_weight:.3f} bits a weight, KL {self.best.kl_mean:.4f} +- "
-            f"{self.best.kl_standard_error:.4f} nats a token, chosen {self.best.name}",
-            f'scheme = "{usual}"',
-            "",
-            "[rules]",
-        ]
-        lines += [
-            f'"{module}" = "{scheme}"'
+        measured = (
+            ""
+            if self.best.kl_mean is None
+            else f", KL {self.best.kl_mean:.4f} +- {self.best.kl_standard_error:.4f} nats a token"
+        )
+        rules = {
+            _rule_of(module): scheme
             for module, scheme in self.best.schemes.items()
             if scheme != usual
-        ]
-        return "\n".join(lines) + "\n"
+        }
+        return "\n".join(
+            [
+                f"# {self.best.bits_per_weight:.3f} bits a weight{measured}, chosen "
+                f"{self.best.name}",
+                f'scheme = "{usual}"',
+                "",
+                "[rules]",
+                *(f'"{name}" = "{scheme}"' for name, scheme in rules.items()),
+                "",
+            ]
+        )
 
 
-def allocate_schemes(
+def _rule_of(module: str) -> str:
+    """Return what a rule names: all experts of a block have one scheme."""
+    expert = _EXPERT.fullmatch(module)
+    return expert[1] if expert else module
+
+
+def allocate_schemes(  # noqa: PLR0913 - a keyword for each choice of the user
     source: str | Path,
     *,
     bits: float,
     schemes: Sequence[str],
-    sequences: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]] = (),
+    score: Score = "gradient",
+    scores: ScoreTable | None = None,
+    cost: Cost = "stored",
+    verify: bool = True,
     device: str | torch.device | None = None,
+    dtype: torch.dtype | str = torch.float32,
     progress: Progress | None = None,
+    trust_remote_code: bool = False,
 ) -> Allocation:
     """Choose each fused group's scheme so that all weights together take `bits` bits a weight.
 
-    Half of the sequences score the schemes (`accuracy/sensitivity.py`), the other half judge the
+    Half of the sequences score the schemes (`accuracy/scoring.py`), the other half judge the
     result beside two plain choices of the same size: if one of those is better it is taken.
 
     Args:
@@ -96,185 +140,137 @@ def allocate_schemes(
         bits: Stored bits of a weight, scales included, in the mean of those that are shared out;
             what `convert` keeps by default (head, embeddings, routers) does not count.
         schemes: Names of schemes, and "keep" for full precision.
-        sequences: Token ids; two sequences at least.
-        device: Where the model runs, in float32; None takes CUDA where there is one.
+        sequences: Token ids; two sequences at least, unless weights score: then all of them judge.
+        score: "gradient", "kl" (one group at a time) or "weights" (no tokens).
+        scores: What an earlier call found for this checkpoint: nothing is scored again.
+        cost: "stored" counts all bits; "active" those of experts by the share of tokens that meets
+            them.
+        verify: Run the mixes; without it the mix by scores is taken as it is.
+        device: Where the model runs; None takes CUDA where there is one.
+        dtype: dtype in which it runs.
         progress: Draws progress; silent by default.
+        trust_remote_code: Run modelling code that comes with the checkpoint.
 
     Raises:
         ConfigError: The budget is below the smallest scheme, schemes do not fit, there are too few
-            tokens, or layers cannot be scored.
+            tokens, or scores are of another checkpoint.
+        QuantloadError: As `load`.
     """
-    if len(set(schemes)) < 2 or len(sequences) < 2:
+    names = list(dict.fromkeys(schemes))
+    if len(names) < 2:
+        raise ConfigError(f"found `{len(names)}` schemes, expected two and more")
+    usable = [ids for ids in sequences if len(ids)]
+    half = len(usable) // 2 if score != "weights" else 0
+    needs_both = score != "weights" and scores is None
+    if (needs_both and not half) or (verify and len(usable) <= half):
         raise ConfigError(
-            f"found `{len(set(schemes))}` schemes and `{len(sequences)}` sequences, expected two "
-            "of each and more"
+            f"found `{len(usable)}` sequences of tokens, expected two and more: some score, others "
+            "judge",
+            hint="give a longer text; `--no-data --no-verify` runs nothing",
         )
-    from quantload.accuracy.sensitivity import gradient_scores  # transformers: seconds
-    from quantload.accuracy.streaming import open_streamed
-
-    progress, place = progress or Silent(), parse_device(device)
     opened = inspect(source)
-    half = len(sequences) // 2
-    plans = {name: plan(opened, name) for name in schemes if name != KEEP}
-    sizes = _sizes(plans, opened, keep=KEEP in schemes)
-    views = {name: quantized_view(made, device=place) for name, made in plans.items()}
-    model = open_streamed(opened, device=place, dtype=torch.float32)
-    scores = gradient_scores(model, views, list(sizes), sequences[:half], progress)
-    if KEEP in schemes:
-        scores = {module: {**of, KEEP: 0.0} for module, of in scores.items()}
-    groups = _groups(next(iter(plans.values())), sizes)
-    judge = _Judge(opened, sizes, sequences[half:], place, progress)
-    budget = bits * sum(row.elements for row in sizes.values())
-    chosen = _by_gradients(groups, sizes, scores, budget)
-    mixes = (
-        judge.mix("by gradients", chosen),
-        judge.mix("by kind of layer", _by_kind(groups, sizes, budget)),
-        judge.mix("uniform", _uniform(groups, sizes)),
+    kind = parse_dtype(dtype) if isinstance(dtype, str) else dtype
+    how = HowToScore(
+        score=score,
+        device=parse_device(device),
+        dtype=kind or torch.float32,
+        trust_remote_code=trust_remote_code,
     )
+    told = progress or Silent()
+    table = (
+        _scored(opened, names, usable[:half], how, told)
+        if scores is None
+        else _checked(scores, opened, names)
+    )
+    found = _choices(table, bits, cost)
+    mixes = tuple(
+        Mix(name=name, schemes=mix, bits_per_weight=table.bits_per_weight(mix, cost))
+        for name, mix in found.items()
+    )
+    if verify:
+        judge = _Judge(opened, usable[half:], how, told)
+        mixes = tuple(judge.judged(mix) for mix in mixes)
     return Allocation(
-        best=min(mixes, key=lambda mix: mix.kl_mean),
+        best=min(mixes, key=lambda mix: mix.kl_mean or 0.0) if verify else mixes[0],
         mixes=mixes,
-        sum_of_parts=sum(scores[module][scheme] for module, scheme in chosen.items()),
-        scores=scores,
+        predicted=table.predicted(mixes[0].schemes),
+        curve=tuple(table.curve(cost)),
+        table=table,
     )
+
+
+def _scored(
+    source: Source,
+    names: Sequence[str],
+    sequences: Sequence[Sequence[int]],
+    how: HowToScore,
+    progress: Progress,
+) -> ScoreTable:
+    trust = how.trust_remote_code
+    plans = {name: plan(source, name, trust_remote_code=trust) for name in names if name != KEEP}
+    return score_layers(source, plans, sequences, how, progress, keep=KEEP in names)
+
+
+def _checked(scores: ScoreTable, source: Source, names: Sequence[str]) -> ScoreTable:
+    found = source_digest(source)
+    if scores.source_sha256 != found:
+        raise ConfigError(
+            f"the scores are of a checkpoint `{scores.source_sha256[:12]}`, expected "
+            f"`{found[:12]}`, that of `{source.checkpoint.name}`",
+            hint="score again: give `--scores` another file",
+        )
+    return scores.only(names)
+
+
+_NAMES = {"gradient": "by gradients", "kl": "by KL of single groups", "weights": "by weights"}
+
+
+def _choices(table: ScoreTable, bits: float, cost: Cost) -> dict[str, dict[str, str]]:
+    sizes, groups = table.sizes(cost), table.groups
+    budget = bits * sum(size.elements for size in sizes.values())
+    return {
+        _NAMES[table.score]: table.solve(bits, cost),
+        "by kind of layer": in_order(groups, sizes, budget, order_by_kind(groups)),
+        "uniform": uniform(sizes, budget),
+    }
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """Elements of a weight, and its stored bits by scheme."""
-
-    elements: int
-    bits: Mapping[str, float]
-
-
-def _sizes(plans: Mapping[str, Plan], source: Source, *, keep: bool) -> dict[str, _Sizes]:
-    rows: dict[str, dict[str, PlanRow]] = {}
-    for name, made in plans.items():
-        for row in made.rows:
-            if row.scheme is not None:
-                rows.setdefault(row.module, {})[name] = row
-    partial = [module for module, of in rows.items() if len(of) < len(plans)]
-    if partial:
-        raise ConfigError(f"{listed(partial)} cannot have each of the schemes")
-    found = {}
-    for module, of in rows.items():
-        elements = source.weights[module].shape[0] * source.weights[module].shape[1]
-        bits = {name: 8.0 * row.output_bytes for name, row in of.items()}
-        if keep:
-            bits[KEEP] = 8.0 * next(iter(of.values())).dtype.itemsize * elements
-        found[module] = _Sizes(elements, bits)
-    return found
-
-
-def _groups(made: Plan, sizes: Mapping[str, _Sizes]) -> list[tuple[str, ...]]:
-    """Return the modules that must have one scheme together, in the order of the checkpoint."""
-    of = {module: group for group in made.groups for module in group}
-    found: dict[tuple[str, ...], None] = {}
-    for module in sizes:
-        members = tuple(m for m in of.get(module, (module,)) if m in sizes)
-        found[members] = None
-    return list(found)
-
-
-def _by_gradients(
-    groups: Sequence[tuple[str, ...]],
-    sizes: Mapping[str, _Sizes],
-    scores: Mapping[str, Mapping[str, float]],
-    budget: float,
-) -> dict[str, str]:
-    options = {
-        group[0]: [
-            Option(
-                scheme=name,
-                bits=sum(sizes[module].bits[name] for module in group),
-                cost=sum(scores[module][name] for module in group),
-            )
-            for name in sizes[group[0]].bits
-        ]
-        for group in groups
-    }
-    chosen = allocate(options, budget)
-    return {module: chosen[group[0]].scheme for group in groups for module in group}
-
-
-def _uniform(groups: Sequence[tuple[str, ...]], sizes: Mapping[str, _Sizes]) -> dict[str, str]:
-    """The smallest scheme everywhere."""
-    total = {name: sum(row.bits[name] for row in sizes.values()) for name in _names(sizes)}
-    smallest = min(total, key=lambda name: (total[name], name))
-    return {module: smallest for group in groups for module in group}
-
-
-def _names(sizes: Mapping[str, _Sizes]) -> tuple[str, ...]:
-    return tuple(next(iter(sizes.values())).bits)
-
-
-def _by_kind(
-    groups: Sequence[tuple[str, ...]], sizes: Mapping[str, _Sizes], budget: float
-) -> dict[str, str]:
-    """Spend on q/k/v and down projections at both ends and in every third layer first.
-
-    That is the rule of llama.cpp's K-quant recipes ("use_more_bits").
-    """
-    chosen = _uniform(groups, sizes)
-    left = budget - sum(sizes[module].bits[scheme] for module, scheme in chosen.items())
-    ranked = sorted(range(len(groups)), key=lambda n: (_class_of(groups, n), n))
-    for number in ranked:
-        group = groups[number]
-        for name in sorted(_names(sizes), key=lambda name: -sizes[group[0]].bits[name]):
-            more = sum(sizes[m].bits[name] - sizes[m].bits[chosen[m]] for m in group)
-            if 0 < more <= left:
-                left -= more
-                chosen |= dict.fromkeys(group, name)
-                break
-    return chosen
-
-
-def _class_of(groups: Sequence[tuple[str, ...]], number: int) -> int:
-    kind = groups[number][0].rpartition(".")[2]
-    alike = [n for n, group in enumerate(groups) if group[0].rpartition(".")[2] == kind]
-    depth, count = alike.index(number), len(alike)
-    at_ends = depth < count // 8 or depth >= 7 * count // 8 or (depth - count // 8) % 3 == 2
-    matters = kind in ("down_proj", "v_proj", "q_proj", "qkv_proj")
-    return 0 if matters and at_ends else 1 if matters else 2
-
-
 class _Judge:
     """Measures mixes on tokens that no score has seen."""
 
-    def __init__(
-        self,
-        source: Source,
-        sizes: Mapping[str, _Sizes],
-        sequences: Sequence[Sequence[int]],
-        device: torch.device,
-        progress: Progress,
-    ) -> None:
-        self._source, self._sizes, self._sequences = source, sizes, sequences
-        self._device, self._progress = device, progress
+    source: Source
+    sequences: Sequence[Sequence[int]]
+    how: HowToScore
+    progress: Progress
 
-    def mix(self, name: str, schemes: Mapping[str, str]) -> Mix:
-        from quantload.accuracy.compare_outputs import compare_running
+    def judged(self, mix: Mix) -> Mix:
+        """Return a mix with its KL."""
+        from quantload.accuracy.attribution_runs import CANDIDATE, run_variants
+        from quantload.accuracy.end_metrics import standard_error
+        from quantload.accuracy.streaming import open_streamed
+        from quantload.accuracy.streaming_tokens import batches_of, check_sequences
 
-        rules = {module: scheme for module, scheme in schemes.items() if scheme != KEEP}
-        made = plan(self._source, None, rules=rules)
-        found = compare_running(
-            self._source,
-            quantized_view(made, device=self._device),
-            self._sequences,
-            self._progress,
-            device=self._device,
-            dtype=torch.float32,
-        )
-        if found.end is None:
-            raise ConfigError("the model gives no logits: mixes of schemes cannot be judged")
-        bits = sum(self._sizes[module].bits[scheme] for module, scheme in schemes.items())
+        rules = {_rule_of(m): scheme for m, scheme in mix.schemes.items() if scheme != KEEP}
+        trust, device = self.how.trust_remote_code, self.how.device
+        view = self.source
+        if rules:
+            made = plan(self.source, None, rules=rules, trust_remote_code=trust)
+            view = quantized_view(made, device=device)
+        opens = partial(open_streamed, device=device, dtype=self.how.dtype, trust_remote_code=trust)
+        models = opens(self.source), opens(view, round_inputs=True)
+        check_sequences(models[0].model, self.sequences)
+        batches = batches_of(self.sequences, _BATCH_TOKENS)
+        phase = f"KL {mix.name}"
+        found = run_variants(*models, [CANDIDATE], batches, self.progress, phase=phase)
+        kl = found[CANDIDATE].positions
         return Mix(
-            name=name,
-            schemes=dict(schemes),
-            bits_per_weight=bits / sum(row.elements for row in self._sizes.values()),
-            kl_mean=found.end.kl_mean,
-            kl_standard_error=found.end.kl_standard_error,
+            **{
+                **vars(mix),
+                "kl_mean": float(kl.mean()),
+                "kl_standard_error": standard_error(kl),
+            }
         )
 
 
-__all__ = ["Allocation", "Mix", "allocate_schemes"]
+__all__ = ["ADDITIVE", "Allocation", "Mix", "allocate_schemes"]

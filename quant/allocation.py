@@ -60,6 +60,26 @@ def allocate(groups: Mapping[str, Sequence[Option]], budget: float) -> dict[str,
     return _spend(chosen, groups, left)
 
 
+def budget_curve(groups: Mapping[str, Sequence[Option]]) -> list[tuple[float, float]]:
+    """Return (bits, cost) of every step from the smallest options of all groups to the best.
+
+    These are the budgets that are spent to the last bit; between two of them `allocate` gives the
+    cost of the smaller, or less.
+
+    Args:
+        groups: Options of each group; at least one.
+    """
+    hulls = {name: _hull(options) for name, options in groups.items()}
+    bits = sum(hull[0].bits for hull in hulls.values())
+    cost = sum(hull[0].cost for hull in hulls.values())
+    curve = [(bits, cost)]
+    for _, name, number in sorted(_steps(hulls)):
+        bits += hulls[name][number].bits - hulls[name][number - 1].bits
+        cost += hulls[name][number].cost - hulls[name][number - 1].cost
+        curve.append((bits, cost))
+    return curve
+
+
 def _hull(options: Sequence[Option]) -> list[Option]:
     """Return the options on the lower convex hull of cost over bits, smallest first."""
     hull: list[Option] = []
@@ -106,4 +126,4 @@ def _spend(
         chosen[name] = option
 
 
-__all__ = ["Option", "allocate"]
+__all__ = ["Option", "allocate", "budget_curve"]

@@ -9,20 +9,14 @@ import pytest
 import tiny_checkpoints as tiny
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from tiny_moe import tiny_moe
 
 from quantload import api
-from quantload.accuracy.sensitivity import gradient_scores
-from quantload.accuracy.streaming import open_streamed
+from quantload.accuracy.score_table import ScoreTable
 from quantload.api_allocate import allocate_schemes
 from quantload.cli import main
 from quantload.errors import ConfigError
-from quantload.loader.quantized_view import quantized_view
-from quantload.progress import Silent
-from quantload.quant.qtensor import QuantTensor
 
-CPU = torch.device("cpu")
 SEQUENCES = [[1, 5, 9, 2, 33, 8], [7, 7, 3, 20], [4, 90, 11, 17], [6, 2, 2, 8]]
 SCHEMES = ("W4A16:g32", "W8A16:g32")
 
@@ -30,45 +24,6 @@ SCHEMES = ("W4A16:g32", "W8A16:g32")
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     return tiny.llama(tmp_path_factory.mktemp("allocate") / "source", dtype=torch.float32)
-
-
-def test_scores_against_gradients_of_transformers(source):
-    """Oracle: each layer's output gets a dummy addend, whose gradient is that of the output."""
-    view = quantized_view(api.plan(source, SCHEMES[0]), device=CPU)
-    opened = api.inspect(source)
-    modules = [m for m in view.weights if isinstance(view.read_weight(m), QuantTensor)]
-    model = open_streamed(opened, device=CPU, dtype=torch.float32)
-    found = gradient_scores(model, {"x": view}, modules, SEQUENCES[:2], Silent())
-    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    stored = load_file(source / "model.safetensors")
-    expected = dict.fromkeys(modules, 0.0)
-    for ids in SEQUENCES[:2]:
-        seen, addends = {}, {}
-
-        def hook(module, args, output, *, name, seen=seen, addends=addends):
-            seen[name] = args[0].detach()
-            addends[name] = torch.zeros_like(output, requires_grad=True)
-            return output + addends[name]
-
-        handles = [
-            plain.get_submodule(m).register_forward_hook(
-                lambda module, args, output, name=m, hook=hook: hook(
-                    module, args, output, name=name
-                )
-            )
-            for m in modules
-        ]
-        tokens = torch.tensor([ids])
-        logits = plain(input_ids=tokens).logits[0]
-        torch.nn.functional.cross_entropy(logits[:-1], tokens[0, 1:], reduction="sum").backward()
-        for handle in handles:
-            handle.remove()
-        for m in modules:
-            change = view.read_weight(m).dequantize(torch.float32) - stored[f"{m}.weight"]
-            products = addends[m].grad * (seen[m] @ change.t())
-            expected[m] += float(products.double().square().sum())
-    for m in modules:
-        assert found[m]["x"] == pytest.approx(expected[m], rel=1e-3)
 
 
 def test_a_budget_between_two_schemes(source):
@@ -125,3 +80,175 @@ def test_the_file_is_what_convert_takes(source, tmp_path):
     )
     assert done.exit_code == 0, done.output
     assert CliRunner().invoke(main, [*arguments, "--token-ids", str(ids)]).exit_code == 2
+
+
+def converted(source, folder):
+    api.convert(source, folder, SCHEMES[0])
+    return api.inspect(folder)
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["allocate", *map(str, arguments), "--device", "cpu"])
+
+
+def test_scores_are_kept_and_solved_for_other_budgets(source, tmp_path, monkeypatch):
+    ids, scores = tmp_path / "ids.json", tmp_path / "scores.json"
+    ids.write_text(json.dumps(SEQUENCES))
+    common = ["--schemes", ",".join(SCHEMES), "--token-ids", ids, "--scores", scores, "--quiet"]
+    done = run(source, tmp_path / "a.toml", "--bits", 6.5, *common, "--json")
+    assert done.exit_code == 0, done.output
+    first = json.loads(done.stdout)
+    table = ScoreTable.from_json(scores.read_text(), "scores")
+    assert ScoreTable.from_json(table.to_json(), "again") == table
+    assert {m: dict(row.scores) for m, row in table.rows.items()} == first["scores"]
+
+    def refuse(*_, **__):
+        raise AssertionError("nothing is scored again")
+
+    monkeypatch.setattr("quantload.api_allocate.score_layers", refuse)
+    again = run(source, tmp_path / "b.toml", "--bits", 6.5, *common, "--json")
+    assert json.loads(again.stdout) == first
+    other = run(source, tmp_path / "c.toml", "--bits", 7.5, *common, "--no-verify", "--json")
+    mix = json.loads(other.stdout)["mixes"][0]
+    assert mix["kl_mean"] is None
+    assert 6.5 < mix["bits_per_weight"] <= 7.5
+    assert "KL" not in (tmp_path / "c.toml").read_text()
+    shown = run(source, tmp_path / "d.toml", "--bits", 7.5, *common)
+    assert shown.exit_code == 0, shown.output
+    assert "over the sum of the parts" in shown.output
+    assert "Other budgets" in shown.output
+
+
+def test_scores_of_something_else_are_refused(source, tmp_path):
+    scores = tmp_path / "scores.json"
+    common = ["--bits", 6.5, "--schemes", ",".join(SCHEMES), "--scores", scores]
+    weights = [*common, "--no-data", "--overwrite"]
+    assert run(source, tmp_path / "a.toml", *weights).exit_code == 0
+    text = scores.read_text()
+    wrong = run(source, tmp_path / "a.toml", *common, "--overwrite")
+    assert wrong.exit_code == 2
+    assert "has scores by `weights`, expected `gradient`" in wrong.output
+    other = tiny.llama(tmp_path / "other", dtype=torch.bfloat16)
+    wrong = run(other, tmp_path / "a.toml", *weights)
+    assert "the scores are of a checkpoint" in wrong.output
+    asked = [*weights[:2], "--schemes", "W4A16:g32,W8A8", *weights[4:]]
+    wrong = run(source, tmp_path / "a.toml", *asked)
+    assert "expected W8A8 too" in wrong.output.replace("`", "")
+    for damaged in ("{", text.replace('"quantload_scores": 1', '"quantload_scores": 9'), "[]"):
+        scores.write_text(damaged)
+        wrong = run(source, tmp_path / "a.toml", *weights)
+        assert wrong.exit_code == 2
+        assert "scores" in wrong.output
+
+
+def test_weights_alone_score_without_running_anything(source, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("nothing runs")
+
+    monkeypatch.setattr("quantload.accuracy.streaming.open_streamed", refuse)
+    found = allocate_schemes(
+        source, bits=6.5, schemes=SCHEMES, score="weights", verify=False, device="cpu"
+    )
+    assert found.best.kl_mean is None
+    stored = api.inspect(source)
+    made = converted(source, tmp_path / "w4")
+    for module, row in found.table.rows.items():
+        error = made.read_dense(module, torch.float32) - stored.read_dense(module, torch.float32)
+        expected = float(error.double().square().sum())
+        assert row.scores[SCHEMES[0]] == pytest.approx(expected, rel=1e-5)
+
+
+def test_one_group_at_a_time(source):
+    """Oracle: a mix of one group alone, judged by itself on the same tokens."""
+    ids = SEQUENCES[:2]
+    found = allocate_schemes(
+        source,
+        bits=6.5,
+        schemes=SCHEMES,
+        sequences=[*ids, *SEQUENCES[2:]],
+        score="kl",
+        device="cpu",
+    )
+    assert found.mixes[0].name == "by KL of single groups"
+    group = ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj")
+    assert group in found.table.groups
+    reference = api.load(source, device="cpu", dtype=torch.float32)
+    rules = dict.fromkeys(group, SCHEMES[0])
+    mixed = api.load(source, device="cpu", dtype=torch.float32, rules=rules)
+    kl = []
+    with torch.no_grad():
+        for row in ids:
+            p, q = (
+                torch.log_softmax(model(torch.tensor([row])).logits[0].double(), -1)
+                for model in (reference, mixed)
+            )
+            kl += (p.exp() * (p - q)).sum(-1).tolist()
+    score = sum(found.table.rows[module].scores[SCHEMES[0]] for module in group)
+    assert score == pytest.approx(sum(kl) / len(kl), rel=1e-3)
+
+
+def test_experts_of_a_block_have_one_scheme_and_those_without_tokens_are_named(tmp_path):
+    folder = tiny_moe(tmp_path / "moe")
+    sequences = [[1, 5], [9, 7], [4, 8, 3]]
+    found = allocate_schemes(folder, bits=6.2, schemes=SCHEMES, sequences=sequences, device="cpu")
+    estimated = {m: row.estimated for m, row in found.table.rows.items() if row.estimated}
+    assert estimated
+    assert set(estimated.values()) == {"no token reached it"}
+    unseen = next(iter(estimated))
+    block, _, rest = unseen.partition(".experts.")
+    kind = rest.rpartition(".")[2]
+    alike = [
+        m
+        for m in found.table.rows
+        if m.startswith(f"{block}.experts.") and m.endswith(kind) and m not in estimated
+    ]
+    stored = api.inspect(folder)
+    made = converted(folder, tmp_path / "w4")
+
+    def error(module):
+        difference = made.read_dense(module, torch.float32) - stored.read_dense(
+            module, torch.float32
+        )
+        return float(difference.double().square().sum())
+
+    known = sum(found.table.rows[m].scores[SCHEMES[0]] for m in alike)
+    expected = error(unseen) * known / sum(map(error, alike))
+    assert found.table.rows[unseen].scores[SCHEMES[0]] == pytest.approx(expected, rel=1e-4)
+    for mix in found.mixes:
+        for layer in range(2):
+            start = f"model.layers.{layer}.mlp.experts."
+            assert len({s for m, s in mix.schemes.items() if m.startswith(start)}) == 1
+    rules = tmp_path / "rules.toml"
+    rules.write_text(found.rules_text())
+    done = CliRunner().invoke(
+        main, ["convert", str(folder), str(tmp_path / "out"), "--config", str(rules), "--quiet"]
+    )
+    assert done.exit_code == 0, done.output
+    written = api.inspect(tmp_path / "out")
+    for module, scheme in found.best.schemes.items():
+        assert str(written.weights[module].scheme).startswith(scheme.partition(":")[0])
+
+
+def test_active_bits_count_experts_by_the_share_of_tokens(tmp_path):
+    folder = tiny_moe(tmp_path / "moe")  # 2 of 4 experts for a token
+    stored, active = (
+        allocate_schemes(
+            folder,
+            bits=6.2,
+            schemes=SCHEMES,
+            score="weights",
+            cost=cost,
+            verify=False,
+            device="cpu",
+        )
+        for cost in ("stored", "active")
+    )
+    shares = {m: row.active for m, row in active.table.rows.items()}
+    assert {shares[m] for m in shares if ".experts." in m} == {0.5}
+    assert {shares[m] for m in shares if ".experts." not in m} == {1.0}
+    rows = active.table.rows
+    bits = sum(rows[m].bits[s] * rows[m].active for m, s in active.best.schemes.items())
+    elements = sum(row.elements * row.active for row in rows.values())
+    assert active.best.bits_per_weight == pytest.approx(bits / elements)
+    assert active.best.bits_per_weight <= 6.2
+    assert stored.table.rows == active.table.rows

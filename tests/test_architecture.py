@@ -132,8 +132,9 @@ OPTIONS = {
         *("--trust-remote-code", "--json", "--quiet"),
     },
     "allocate": {
-        *("source", "output", "--bits", "--schemes", *TOKENS),
-        *("--device", "--overwrite", "--json", "--quiet"),
+        *("source", "output", "--bits", "--schemes", *TOKENS, "--score", "--no-data", "--scores"),
+        *("--cost", "--no-verify", "--device", "--dtype", "--overwrite", "--trust-remote-code"),
+        *("--json", "--quiet"),
     },
     "baseline": set(),
     "bisect": {

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from quantload.errors import ConfigError
-from quantload.quant.allocation import Option, allocate
+from quantload.quant.allocation import Option, allocate, budget_curve
 
 
 def random_groups(seed, count=6):
@@ -76,3 +76,16 @@ def test_equal_inputs_give_equal_results_in_any_order():
     turned = allocate(dict(reversed(groups.items())), 5 * 4 + 8)
     assert chosen == turned
     assert [name for name in sorted(chosen) if chosen[name].scheme == "b"] == ["g0", "g1"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_curve_is_what_each_of_its_budgets_gives(seed):
+    groups = random_groups(seed)
+    curve = budget_curve(groups)
+    assert [bits for bits, _ in curve] == sorted({bits for bits, _ in curve})
+    slopes = [(c - d) / (e - b) for (b, c), (e, d) in itertools.pairwise(curve)]
+    assert slopes == sorted(slopes, reverse=True)  # convex: what gains most for a bit comes first
+    for bits, cost in curve:
+        chosen = allocate(groups, bits + 1e-9)
+        assert sum(option.cost for option in chosen.values()) == pytest.approx(cost)
+        assert best(groups, bits + 1e-9) == pytest.approx(cost)  # optimal where spent exactly
