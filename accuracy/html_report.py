@@ -30,6 +30,7 @@ def comparison_page(comparison: ModelComparison, *, reference: str, candidate: s
         candidate: Name of the candidate.
     """
     layers = ranked_layers(comparison)
+    columns = _columns(layers)
     return render(
         "comparison.html.j2",
         version=__version__,
@@ -44,10 +45,10 @@ def comparison_page(comparison: ModelComparison, *, reference: str, candidate: s
         histograms=html_distributions.step_histograms(layers, count=_HISTOGRAMS),
         has_tokens=bool(comparison.end or comparison.blocks)
         or any(layer.output for layer in layers),
-        columns=_columns(layers),
-        rows=[_layer_row(layer, _columns(layers)) for layer in layers],
+        columns=columns,
+        rows=[_layer_row(layer, columns) for layer in layers],
         expert_columns=_EXPERT_COLUMNS,
-        experts=[_expert_row(row, comparison) for layer in layers for row in _experts(layer)],
+        experts=_expert_rows(layers, few=set(comparison.few), unseen=set(comparison.unseen)),
         unseen=len(comparison.unseen),
     )
 
@@ -133,6 +134,7 @@ _SHARE = Column(name="share", hint="part of the sum of squared relative errors")
 _OVER = Column(name="over type", hint="above the mean of the other layers of its projection")
 _Z = Column(name="z", hint="that in standard deviations of those layers")
 _STEPS = Column(name="steps", hint="largest error in steps between neighbouring codes")
+_ROW = Column(name="worst row", hint="output feature with the largest relative error, and that")
 _HOLDS = Column(name="holds", is_text=True, hint="encoding in the candidate")
 _WORST = Column(name="worst expert", is_text=True, hint="its number and its error")
 _FEW = Column(name="few", hint="experts that fewer than 32 tokens reached")
@@ -153,6 +155,7 @@ def _columns(layers: Sequence[RankedLayer]) -> list[Column]:
         *[_SHARE, _OVER, _Z],
         *([_STEPS] if any(_max_steps(layer) is not None for layer in layers) else []),
         *([_WORST, _FEW] if has_experts else []),
+        *([_ROW] if any(layer.worst.worst_row is not None for layer in layers) else []),
         _HOLDS,
     ]
 
@@ -175,10 +178,18 @@ def _layer_row(layer: RankedLayer, columns: Sequence[Column]) -> Row:
         _STEPS: _cell(_max_steps(layer), ".3f"),
         _WORST: Cell(text=worst if layer.is_experts else ""),
         _FEW: _cell(few, ".0f"),
+        _ROW: _worst_row(layer.worst),
         _HOLDS: Cell(text=layer.candidate),
         _VERDICT: Cell(text=_why(layer)),
     }
     return Row(cells=[cells[column] for column in columns], is_bad=bool(layer.failures))
+
+
+def _worst_row(row: LayerComparison) -> Cell:
+    if row.worst_row is None:
+        return Cell(text="")
+    error = row.worst_row_error
+    return Cell(text=f"{row.worst_row}: {_percent(error, 1)}", sort=sortable(error))
 
 
 def _why(layer: RankedLayer) -> str:
@@ -202,19 +213,19 @@ def _error_cells(
 
 def _relative(sums: ErrorSums | None) -> Cell:
     value = None if sums is None else sums.relative
-    return Cell(text=percent(value) or _odd(value), sort=sortable(value))
+    return Cell(text=_percent(value), sort=sortable(value))
+
+
+def _percent(value: float | None, digits: int = 3) -> str:
+    """Return a relative error in percent, or say why there is none."""
+    if value is None or math.isfinite(value):
+        return percent(value, digits)
+    return "not finite" if math.isnan(value) else "reference is 0"
 
 
 def _decibel(sums: ErrorSums | None) -> Cell:
     value = None if sums is None else sums.sqnr_db
-    return Cell(text=number(value) or _odd(value), sort=sortable(value))
-
-
-def _odd(value: float | None) -> str:
-    """Say what a number is that is none."""
-    if value is None:
-        return ""
-    return "not finite" if math.isnan(value) else "exact" if value > 0 else "no signal"
+    return Cell(text="equal" if value == math.inf else number(value), sort=sortable(value))
 
 
 def _cell(value: float | None, form: str) -> Cell:
@@ -225,13 +236,16 @@ def _holds(reference: str, candidate: str) -> str:
     return candidate if reference == candidate else f"{reference} \u2192 {candidate}".strip()
 
 
-def _experts(layer: RankedLayer) -> Sequence[LayerComparison]:
-    return layer.rows if layer.is_experts else ()
+def _expert_rows(layers: Sequence[RankedLayer], *, few: set[str], unseen: set[str]) -> list[Row]:
+    return [
+        _expert_row(row, is_few=row.module in few, is_unseen=row.module in unseen)
+        for layer in layers
+        if layer.is_experts
+        for row in layer.rows
+    ]
 
 
-def _expert_row(row: LayerComparison, comparison: ModelComparison) -> Row:
-    is_few = row.module in comparison.few
-    is_unseen = row.module in comparison.unseen
+def _expert_row(row: LayerComparison, *, is_few: bool, is_unseen: bool) -> Row:
     why = row.problem or row.failure
     cells = {
         _LAYER: Cell(text=row.module),

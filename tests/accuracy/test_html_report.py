@@ -129,7 +129,7 @@ def test_the_numbers_are_the_comparisons(page, comparison):
             assert outputs[name] == row.output.relative
             assert decibels[name] == row.output.sqnr_db
             assert medians[name] == row.output_median
-    assert table.column("weight dB")["lm_head"] == ("exact", "inf")
+    assert table.column("weight dB")["lm_head"] == ("equal", "inf")
     order = [shares[row[0][0]] for row in table.rows]
     assert order == sorted(order, reverse=True)
 
@@ -258,6 +258,7 @@ def test_values_that_are_not_finite_do_not_break_the_page():
     page = page_of(ModelComparison(layers=rows, end=end))
     table = page.tables["layer-table"]
     assert table.column("weight")["model.layers.0.q"] == ("not finite", "")
+    assert table.column("weight")["model.layers.1.q"] == ("reference is 0", "inf")
     assert table.bad.count(True) == 2
     charts = page.text[page.text.index("<svg") :]
     assert 'nan"' not in charts
