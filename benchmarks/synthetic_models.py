@@ -30,11 +30,11 @@ EXPERTS, LEAST_EXPERTS = 128, 8
 Shapes = dict[str, tuple[int, ...]]
 
 
-def _bytes(shapes: Shapes) -> int:
+def bytes_of(shapes: Shapes) -> int:
     return sum(BYTES_PER_WEIGHT * math.prod(shape) for shape in shapes.values())
 
 
-def _attention(hidden: int, queries: int, keys: int) -> Shapes:
+def attention(hidden: int, queries: int, keys: int) -> Shapes:
     return {
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
@@ -45,7 +45,7 @@ def _attention(hidden: int, queries: int, keys: int) -> Shapes:
     }
 
 
-def _mlp(prefix: str, hidden: int, inner: int) -> Shapes:
+def mlp(prefix: str, hidden: int, inner: int) -> Shapes:
     return {
         f"{prefix}.gate_proj.weight": (inner, hidden),
         f"{prefix}.up_proj.weight": (inner, hidden),
@@ -55,7 +55,7 @@ def _mlp(prefix: str, hidden: int, inner: int) -> Shapes:
 
 def _whole(layer: Shapes, layers: int, hidden: int, size: int) -> tuple[Shapes, int]:
     """Add embedding and head, whose vocabulary fills what is left; return it too."""
-    left = size - layers * _bytes(layer)
+    left = size - layers * bytes_of(layer)
     vocabulary = max(256, round(left / (2 * BYTES_PER_WEIGHT * hidden) / 64) * 64)
     shapes: Shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for number in range(layers):
@@ -68,8 +68,8 @@ def llama(size: int) -> tuple[Shapes, dict]:
     """Shapes and config of a Llama of about so many bytes."""
     small = size < 0.9 * GB
     hidden, inner, keys = (2048, 8192, 512) if small else (4096, 14336, 1024)
-    layer = _attention(hidden, hidden, keys) | _mlp("mlp", hidden, inner)
-    layers = max(1, round((1 - LLAMA_HEADS_SHARE) * size / _bytes(layer)))
+    layer = attention(hidden, hidden, keys) | mlp("mlp", hidden, inner)
+    layers = max(1, round((1 - LLAMA_HEADS_SHARE) * size / bytes_of(layer)))
     shapes, vocabulary = _whole(layer, layers, hidden, size)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -85,18 +85,18 @@ def llama(size: int) -> tuple[Shapes, dict]:
 def moe(size: int) -> tuple[Shapes, dict]:
     """Shapes and config of a Qwen3 mixture of experts of about so many bytes."""
     hidden, inner, head = 2048, 768, 128
-    attention = _attention(hidden, 32 * head, 4 * head) | {
+    heads = attention(hidden, 32 * head, 4 * head) | {
         "self_attn.q_norm.weight": (head,),
         "self_attn.k_norm.weight": (head,),
     }
-    expert = _bytes(_mlp("", hidden, inner))
+    expert = bytes_of(mlp("", hidden, inner))
     in_layers = (1 - MOE_HEADS_SHARE) * size
-    layers = max(1, math.ceil(in_layers / (_bytes(attention) + EXPERTS * expert)))
-    wanted = (in_layers / layers - _bytes(attention)) / expert
+    layers = max(1, math.ceil(in_layers / (bytes_of(heads) + EXPERTS * expert)))
+    wanted = (in_layers / layers - bytes_of(heads)) / expert
     experts = max(LEAST_EXPERTS, int(wanted) // LEAST_EXPERTS * LEAST_EXPERTS)
-    layer = attention | {"mlp.gate.weight": (experts, hidden)}
+    layer = heads | {"mlp.gate.weight": (experts, hidden)}
     for number in range(experts):
-        layer |= _mlp(f"mlp.experts.{number}", hidden, inner)
+        layer |= mlp(f"mlp.experts.{number}", hidden, inner)
     shapes, vocabulary = _whole(layer, layers, hidden, size)
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -156,7 +156,7 @@ def _shards(shapes: Shapes, shard_bytes: float) -> list[Shapes]:
     shards: list[Shapes] = [{}]
     filled = 0
     for name, shape in shapes.items():
-        size = _bytes({name: shape})
+        size = bytes_of({name: shape})
         if shards[-1] and filled + size > shard_bytes:
             shards.append({})
             filled = 0
@@ -168,7 +168,7 @@ def _shards(shapes: Shapes, shard_bytes: float) -> list[Shapes]:
 def _write_shard(path: Path, shapes: Shapes, weights: Weights) -> None:
     header, position = {}, 0
     for name, shape in shapes.items():
-        end = position + _bytes({name: shape})
+        end = position + bytes_of({name: shape})
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
@@ -182,12 +182,23 @@ def _write_shard(path: Path, shapes: Shapes, weights: Weights) -> None:
 
 def write_model(folder: Path, *, shape: str, gb: float, shard_gb: float = 5.0) -> Path:
     """Write a checkpoint; the folder appears when it is complete."""
-    shapes, config = MODELS[shape](int(gb * GB))
+    return write_shapes(folder, *MODELS[shape](int(gb * GB)), shard_gb=shard_gb)
+
+
+def write_shapes(
+    folder: Path,
+    shapes: Shapes,
+    config: dict,
+    *,
+    shard_gb: float = 5.0,
+    weights: Weights | None = None,
+) -> Path:
+    """Write a checkpoint of given shapes; the folder appears when it is complete."""
     shards = _shards(shapes, shard_gb * GB)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    weights, places = Weights(), {}
+    weights, places = weights or Weights(), {}
     for number, shard in enumerate(shards, 1):
         name = "model.safetensors"
         if len(shards) > 1:
@@ -195,7 +206,7 @@ def write_model(folder: Path, *, shape: str, gb: float, shard_gb: float = 5.0) -
         _write_shard(unfinished / name, shard, weights)
         places |= dict.fromkeys(shard, name)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": _bytes(shapes)}, "weight_map": places}
+        index = {"metadata": {"total_size": bytes_of(shapes)}, "weight_map": places}
         (unfinished / "model.safetensors.index.json").write_text(json.dumps(index))
     (unfinished / "config.json").write_text(json.dumps(config, indent=2))
     return unfinished.rename(folder)
