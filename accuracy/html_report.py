@@ -19,6 +19,7 @@ from quantload.accuracy.layer_ranking import RankedLayer, place_of, ranked_layer
 from quantload.quant.metrics import ErrorSums
 
 _HISTOGRAMS = 8
+_FAILURES = 10
 
 
 def comparison_page(comparison: ModelComparison, *, reference: str, candidate: str) -> str:
@@ -63,10 +64,11 @@ def _lines(
     standing = [
         f"{row.name} ({row.over_type_db:+.2f} dB, z {row.z:.1f})" for row in standing_apart(layers)
     ]
+    bad = [*comparison.problems, *comparison.failures]
     lines = [
         ("Encodings", _encodings(comparison), False),
-        ("Not finite", listed_all(comparison.problems), True),
-        ("Above the limit", listed_all(comparison.failures), True),
+        *(("Fails", text, True) for text in bad[:_FAILURES]),
+        ("Fail too", f"{max(len(bad) - _FAILURES, 0) or ''}", True),
         ("Only in the reference", listed_all(comparison.only_in_reference), True),
         ("Only in the candidate", listed_all(comparison.only_in_candidate), False),
         ("Far above the other layers of its type", "; ".join(standing), False),

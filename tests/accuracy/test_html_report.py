@@ -139,6 +139,14 @@ def test_what_fails_is_marked(page):
     assert table.bad == [row[0][0] == EVIL for row in table.rows]
     assert table.column("verdict")[EVIL][0] == "too <much>"
     assert "FAILED" in page.ids["verdict"]
+    assert f"Fails: `{EVIL}`: too <much>" in page.shown
+
+
+def test_ten_failures_are_named_and_the_others_counted():
+    rows = tuple(layer(f"model.layers.{at}.q", 0.9) for at in range(25))
+    page = page_of(ModelComparison(layers=rows))
+    assert page.shown.count("Fails: `") == 10
+    assert "Fail too: 15" in page.shown
 
 
 def test_end_metrics_are_shown(page, comparison):
