@@ -96,7 +96,9 @@ def write_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
     """
     place = Path(file)
     replaced = _replaced(place, overwrite=overwrite)
-    tokens = _tokens(sequences) if sequences is not None else replaced and replaced.tokens
+    tokens = None if replaced is None else replaced.tokens
+    if sequences is not None:
+        tokens = _tokens(sequences)
     check_repeats(repeats, tokens)
     setting = _setting(device, dtype, progress)
     source, opened = inspect(reference), inspect(candidate)
@@ -240,6 +242,7 @@ def _setting(
     device: str | torch.device | None, dtype: str | torch.dtype, progress: Progress | None
 ) -> Setting:
     kind = parse_dtype(dtype) if isinstance(dtype, str) else dtype
+    assert kind is not None, "every name is of a dtype"
     return Setting(parse_device(device), kind, progress or Silent())
 
 

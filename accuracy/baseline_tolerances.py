@@ -194,7 +194,7 @@ def widened(defaults: Tolerances, repeats: Repeats, *, num_layers: int) -> Toler
             if key in OF_LAYERS and LAYER_SIGMAS * value > found[key]:
                 own.setdefault(glob.escape(name), {})[key] = _shown(LAYER_SIGMAS * value)
     shown = {key: _shown(value) for key, value in found.items()}
-    return replace(defaults, **shown, layers={**own, **defaults.layers})  # type: ignore[arg-type]
+    return replace(defaults, **shown, layers={**own, **defaults.layers})
 
 
 def _shown(value: float) -> float:

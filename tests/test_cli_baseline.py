@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -59,3 +61,119 @@ def test_json(made):
     assert found["passed"] is False
     assert [row["layer"] for row in found["layers"]] == [GATE]
     assert found["layers"][0]["change_db"] > 5
+
+
+def test_codes_of_what_cannot_be_judged_are_in_the_reports_too(made, tmp_path):
+    """A CI that only reads the reports must not take those of an earlier run."""
+    source, output, broken, file = made
+    run("write", source, output, file, "--overwrite", "--quiet")
+    junit = tmp_path / "junit.xml"
+    other = api.convert(source, tmp_path / "w4", "W4A16:g32").folder
+    cases = (
+        (3, (broken, file), "NotComparable", "::error file="),
+        (3, (other, file, "--ref", source), "NotComparable", "not comparable: "),
+        (2, (output, tmp_path / "none.json"), "BaselineError", "no check: there is no baseline"),
+        (2, (tmp_path / "nothing", file), "", "::error file="),
+        (2, (output, file, "--measure-all"), "ConfigError", "only against the reference"),
+        (2, (output, file, "--dtype", "float9"), "ConfigError", "unknown dtype: `float9`"),
+    )
+    for code, arguments, kind, told in cases:
+        junit.unlink(missing_ok=True)
+        found = run("check", *arguments, "--junit", junit, "--github", "--quiet")
+        assert found.exit_code == code, found.output
+        assert told in found.output
+        suite = ElementTree.parse(junit).getroot()
+        assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
+        assert kind in suite[0].find("error").get("type")
+
+
+def test_strict_fails_on_gains(made, tmp_path):
+    source, output, broken, _ = made
+    file, junit = tmp_path / "worse.json", tmp_path / "junit.xml"
+    run("write", source, broken, file, "--quiet")
+    arguments = ("check", output, file, "--ref", source, "--quiet", "--github", "--junit", junit)
+    found = run(*arguments)
+    assert found.exit_code == 0
+    assert "::notice file=" in found.output
+    assert "can be tightened" in found.output
+    assert ElementTree.parse(junit).getroot().get("failures") == "0"
+    found = run(*arguments, "--strict")
+    assert found.exit_code == 1
+    assert "::error file=" in found.output
+    assert ElementTree.parse(junit).getroot().get("failures") == "1"
+    assert json.loads(run(*arguments[:-3], "--strict", "--json").stdout)["passed"] is False
+
+
+def test_accepting_keeps_tokens_tolerances_and_the_sketch(made, tmp_path):
+    source, output, broken, _ = made
+    file, ids = tmp_path / "b.json", tmp_path / "ids.json"
+    ids.write_text("[[1, 5, 9, 2, 8], [4, 4, 7]]")
+    with_tokens = ("--token-ids", ids, "--device", "cpu", "--sketch", "--repeats", "1", "--json")
+    found = run("write", source, output, file, *with_tokens, "--remade", output, "--quiet")
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.stdout)
+    assert told["tokens"] == 8
+    assert told["sketch"] == "b.sketch.safetensors"
+    assert told["repeat_sigma_db"]["weight"] == 0.0
+    assert told["repeat_sigma_db"]["output_median"] > 0.0
+    content = json.loads(file.read_text())
+    assert content["repeats"]["runs"] == ["1 x bfloat16 arithmetic", "1 x made again"]
+    assert content["blocks"].keys() == {"model.layers.0", "model.layers.1"}
+    content["tolerances"]["layers"] = {"*.v_proj": {"weight_db": 1.5}}
+    file.write_text(json.dumps(content))
+    assert run("write", source, broken, file, "--overwrite", "--device", "cpu").exit_code == 0
+    after = json.loads(file.read_text())
+    for key in ("tokens", "tolerances", "repeats"):
+        assert after[key] == content[key]
+    assert after["sketch"]["sha256"] == content["sketch"]["sha256"]
+    assert after["layers"][GATE]["weight"] > 0.5
+    found = run("check", output, file, "--quiet")  # without its reference, by the sketch
+    assert found.exit_code == 0
+    assert "was estimated from the sketch of the reference" in found.output.replace("\n", " ")
+    file.write_text(file.read_text().replace("v_proj", "w_proj", 1))
+    found = run("write", source, output, file, "--overwrite")
+    assert found.exit_code == 2
+    assert "delete it" in found.output
+
+
+def test_everything_is_measured_in_another_dtype(made, tmp_path):
+    source, output, _, _ = made
+    file, ids = tmp_path / "b.json", tmp_path / "ids.json"
+    ids.write_text("[[1, 5, 9, 2, 8], [4, 4, 7]]")
+    assert run("write", source, output, file, "--token-ids", ids, "--quiet").exit_code == 0
+    options = ("--ref", source, "--measure-all", "--dtype", "bfloat16", "--device", "cpu")
+    found = json.loads(run("check", output, file, *options, "--json", "--quiet").stdout)
+    assert found["passed"]
+    assert found["unchanged"] == len(found["layers"]) == len(json.loads(file.read_text())["layers"])
+    assert {gate["what"] for gate in found["gates"]} == {
+        *("mean of weights", "mean of outputs", "blocks", "kl_mean", "top1")
+    }
+    assert any("both ran in bfloat16" in note for note in found["notes"])
+    assert any(abs(gate["change"]) > 1e-6 for gate in found["gates"])
+
+
+def test_repeats_need_tokens(made, tmp_path):
+    source, output, _, _ = made
+    found = run("write", source, output, tmp_path / "b.json", "--repeats", "2")
+    assert found.exit_code == 2
+    assert "repeats in other arithmetic need tokens" in found.output
+    other = api.convert(source, tmp_path / "w4", "W4A16:g32").folder
+    found = run("write", source, output, tmp_path / "b.json", "--remade", other)
+    assert found.exit_code == 3
+    assert "is no repeat of" in found.output
+
+
+@pytest.mark.slow
+def test_exit_codes_of_the_process(made, tmp_path):
+    source, output, broken, _ = made
+    file = tmp_path / "b.json"
+    command = [sys.executable, "-m", "quantload", "baseline"]
+    for arguments, code in (
+        (("write", source, output, file), 0),
+        (("write", source, output, file), 2),
+        (("check", output, file), 0),
+        (("check", broken, file, "--ref", source), 1),
+        (("check", broken, file), 3),
+    ):
+        done = subprocess.run([*command, *map(str, arguments)], check=False, capture_output=True)
+        assert done.returncode == code, (arguments, done.stderr)
