@@ -319,7 +319,7 @@ def _read_parts(
 
 def _ordered(fields: Tensor, layout: AwqLayout) -> Tensor:
     """Put the columns of [R, N] fields, as gemm stores them, into their order."""
-    order = torch.tensor(_ORDER_OF_BYTES if layout.bits == 8 else _ORDER)
+    order = torch.tensor(_ORDER_OF_BYTES if layout.bits == 8 else _ORDER, device=fields.device)
     return torch.unflatten(fields, 1, (-1, len(order)))[..., order].flatten(1)
 
 

@@ -293,7 +293,8 @@ def _check_symmetric(
         return
     if layout.bits == 3 and layout.zero_offset and not layout.is_planar:
         count = -(-words.shape[1] // 3)
-        swapped = torch.tensor(_SWAPPED_FOURS * count, dtype=torch.int32)[: words.shape[1]]
+        fours = torch.tensor(_SWAPPED_FOURS * count, dtype=torch.int32, device=words.device)
+        swapped = fours[: words.shape[1]]
         if bool((words == swapped).all()):
             return
     raise FormatMismatch(
