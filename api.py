@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 
-from quantload.accuracy.compare import ModelComparison, with_outputs
+from quantload.accuracy.compare import ComparedTokens, ModelComparison, Tier, with_outputs
 from quantload.accuracy.compare_weights import compare_weights
+from quantload.accuracy.limits import checked_tier, parse_limit, with_limits
+from quantload.accuracy.one_model import apart_alike, lone_names
+from quantload.accuracy.statistics import ids_digest
+from quantload.accuracy.structure import compare_structure
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.accuracy.verify_output import verify_output
 from quantload.api_explain import explain
@@ -146,40 +150,69 @@ def verify(
     return verify_output(inspect(output), opened, progress or Silent(), nearest=nearest)
 
 
-def compare(
+def compare(  # noqa: PLR0913 - a keyword for each choice of the user
     reference: str | Path,
     candidate: str | Path,
     *,
     sequences: Sequence[Sequence[int]] = (),
+    tier: Tier | None = None,
+    limits: Sequence[str] = (),
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = torch.float32,
     progress: Progress | None = None,
+    resources: Resources | None = None,
+    trust_remote_code: bool = False,
 ) -> ModelComparison:
     """Compare two checkpoints layer by layer; with token sequences also by running both.
 
     Args:
-        reference: The checkpoint that is taken as right, in any format that is read.
+        reference: The checkpoint that is taken as right, in any format that is read; it may be
+            quantized itself.
         candidate: The checkpoint that is judged.
-        sequences: Token ids; without any, only weights are compared.
+        sequences: Token ids to run through both.
+        tier: What is measured: "structure" (headers and scales), "weights" too, outputs of "layers"
+            on equal inputs too, or all up to what the models say at the "end". None is "end" with
+            sequences, "weights" without.
+        limits: Conditions of failure such as `layer.sqnr<15`, in place of the built-in limits on
+            the size of errors; see `accuracy/limits.py`.
         device: Where the models run; default cuda if there is one.
         dtype: dtype in which they run; None takes that of each config.
         progress: Draws progress; silent by default.
+        resources: Memory and threads for weights.
+        trust_remote_code: Run modelling code that comes with a checkpoint.
 
     Raises:
-        NotComparable: They are not of the same model.
+        NotComparable: They are not of the same model, or an output is not finite.
+        ConfigError: A limit cannot be read, or its statistic is not measured in this tier; there
+            are no sequences where they are needed.
     """
-    progress = progress or Silent()
+    progress, parsed = progress or Silent(), [parse_limit(limit) for limit in limits]
+    tier = checked_tier(tier, parsed, has_tokens=any(len(ids) for ids in sequences))
     sources = inspect(reference), inspect(candidate)
-    weights = compare_weights(*sources, progress)
-    if not sequences:
-        return weights
-    from quantload.accuracy.compare_outputs import compare_running  # transformers: seconds
+    structure = compare_structure(*sources, progress)
+    found = ModelComparison(layers=(), **lone_names(*apart_alike(*sources)))
+    if tier != "structure":
+        found = compare_weights(*sources, progress, resources=resources)
+    if tier in ("layers", "end"):
+        from quantload.accuracy.compare_outputs import compare_running  # transformers: seconds
 
-    own = config_dtype(sources[0].checkpoint.config) or torch.float32
-    outputs = compare_running(
-        *sources, sequences, progress, device=parse_device(device), dtype=dtype or own
-    )
-    return with_outputs(weights, outputs)
+        own = config_dtype(sources[0].checkpoint.config) or torch.float32
+        outputs = compare_running(
+            *sources,
+            sequences,
+            progress,
+            device=parse_device(device),
+            dtype=dtype or own,
+            trust_remote_code=trust_remote_code,
+            isolated_only=tier == "layers",
+        )
+        found = replace(with_outputs(found, outputs), tokens=_tokens(sequences))
+    return with_limits(replace(found, tier=tier, structure=structure), parsed)
+
+
+def _tokens(sequences: Sequence[Sequence[int]]) -> ComparedTokens:
+    kept = [ids for ids in sequences if len(ids)]
+    return ComparedTokens(sha256=ids_digest(kept), count=sum(map(len, kept)), sequences=len(kept))
 
 
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -34,9 +34,12 @@ from quantload.cli_options import (
     warn,
 )
 from quantload.cli_stats import stats
-from quantload.cli_tokens import read_tokens, token_options
+from quantload.cli_tokens import read_tokens, token_options, tokens_given
 from quantload.cli_tune import tune
 from quantload.errors import ConfigError, NotComparable, QuantloadError
+
+if TYPE_CHECKING:
+    from quantload.accuracy.compare import Tier
 
 
 class _Commands(click.Group):
@@ -166,42 +169,108 @@ def _verify_files(output: str, *, as_json: bool, quiet: bool) -> None:
         sys.exit(1)
 
 
-@main.command()
+class _Limited(click.Command):
+    """Takes several limits after one `--fail-over`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        for arg in args:
+            follows = len(spread) > 1 and spread[-2] == "--fail-over"
+            if follows and not arg.startswith("-") and set(arg) & {"<", ">"}:
+                spread.append("--fail-over")
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+@main.command(cls=_Limited)
 @click.argument("reference")
 @click.argument("candidate")
+@click.option("--structure", is_flag=True, help="Compare headers and scales only.")
+@click.option("--weights", is_flag=True, help="Compare structure and weights: run nothing.")
+@click.option(
+    "--layers", is_flag=True, help="Run layers on equal inputs only; without tokens, made-up ones."
+)
 @token_options(max_tokens=4096)
+@click.option(
+    "--fail-over",
+    "limits",
+    multiple=True,
+    metavar="LIMIT",
+    help="Fail if a statistic is beyond a number: `layer.sqnr<15` `kl.mean>0.05`; repeatable.",
+)
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
 @click.option("--dtype", default="float32", show_default=True, help="dtype of the runs.")
 @click.option("--markdown", is_flag=True, help="Print Markdown, for a pull request or a file.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with charts to FILE.")
+@TRUST
 @EVERY
 @JSON
 @QUIET
 def compare(reference: str, candidate: str, **flags: Any) -> None:  # noqa: ANN401 - click's values
-    """Compare CANDIDATE with REFERENCE: weights, and with text also layer outputs and KL."""
-    from quantload import api, cli_compare, cli_output
+    """Compare CANDIDATE with REFERENCE: what they hold, weights, and with tokens also outputs.
+
+    REFERENCE may be quantized itself. Without tokens (--data, --token-ids, --prompt, --prompts,
+    --generated) weights are compared; with them also what layers, blocks and the whole model make
+    of them.
+
+    Limits of --fail-over take the place of the built-in ones on the size of errors; damage, missing
+    tensors and values that are not finite fail in any case. Exit codes: 0 within limits, 1 a limit
+    is exceeded, 2 an input cannot be used, 3 not comparable (another architecture or vocabulary, or
+    outputs that are not finite).
+    """
+    from quantload import api, cli_compare, cli_compare_structure, cli_output
+    from quantload.accuracy.comparison_json import comparison_json
+    from quantload.accuracy.limits import checked_tier, parse_limit
     from quantload.loader.model_dtype import parse_dtype
 
-    sequences = read_tokens(reference, flags)
+    tier = _tier(flags)
+    runs = tier == "layers" or (tier is None and bool(tokens_given(flags)))
+    checked_tier(tier, map(parse_limit, flags["limits"]), has_tokens=runs)
+    sequences = read_tokens(reference, flags, generate=tier == "layers") if runs else []
     with cli_output.BarProgress(quiet=flags["quiet"]) as progress:
         result = api.compare(
             reference,
             candidate,
             sequences=sequences,
+            tier=tier,
+            limits=flags["limits"],
             device=flags["device"],
             dtype=parse_dtype(flags["dtype"]),
             progress=progress,
+            trust_remote_code=flags["trust_remote_code"],
         )
     if flags["html"] is not None:
         cli_compare.write_page(flags["html"], result, reference=reference, candidate=candidate)
     if flags["as_json"]:
-        cli_output.print_json(cli_compare.comparison_json(result))
+        cli_output.print_json(comparison_json(result))
+    elif tier == "structure":
+        cli_compare_structure.show_structure(
+            result, every=flags["every"], markdown=flags["markdown"]
+        )
     elif flags["markdown"]:
         click.echo(cli_compare.comparison_markdown(result))
     else:
         cli_compare.show_comparison(result, every=flags["every"])
+    if tier is None and not sequences and not flags["as_json"]:
+        click.echo("for outputs and KL give tokens: `--generated`, or `--data FILE`", err=True)
     if not result.passed:
         sys.exit(1)
+
+
+def _tier(flags: dict[str, Any]) -> Tier | None:
+    """Return the tier that one of three options names; None is all that can be measured."""
+    asked: list[Tier] = [tier for tier in ("structure", "weights", "layers") if flags[tier]]
+    if len(asked) > 1:
+        raise ConfigError(
+            f"`--{asked[0]}` and `--{asked[1]}` are both given, expected one of them",
+            hint="each tier measures what those before it do",
+        )
+    given = tokens_given(flags)
+    if asked and asked[0] != "layers" and given:
+        raise ConfigError(f"`--{asked[0]}` runs nothing, and `{given[0]}` is given")
+    if asked == ["structure"] and flags["html"] is not None:
+        raise ConfigError("`--html` shows errors of layers, and `--structure` measures none")
+    return asked[0] if asked else None
 
 
 @main.command()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantload.accuracy.compare import ModelComparison
 from quantload.accuracy.end_metrics import EndMetrics
@@ -17,7 +17,7 @@ from quantload.accuracy.layer_ranking import (
     ranked_layers,
     standing_apart,
 )
-from quantload.cli_output import console, finite, make_table
+from quantload.cli_output import console, make_table
 from quantload.errors import counted, listed
 from quantload.quant.metrics import ErrorSums
 
@@ -270,93 +270,23 @@ def _markdown_table(layers: Sequence[RankedLayer], rows: Sequence[RankedLayer]) 
     marks = "|".join("---" if column.is_text else "---:" for column in columns)
     lines = [f"| {heads} |", f"|{marks}|"]
     return lines + [
-        "| " + " | ".join(_safe(column.cell(row)) for column in columns) + " |" for row in rows
+        "| " + " | ".join(_safe_cell(column.cell(row)) for column in columns) + " |" for row in rows
     ]
 
 
 def _safe(text: str) -> str:
-    """Escape what would end a cell or start HTML; names come from files."""
-    for character, code in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("\n", " ")):
+    """Escape what would start HTML, or a new line; names come from files."""
+    for character, code in (("&", "&amp;"), ("<", "&lt;"), ("\n", " ")):
         text = text.replace(character, code)
     return text
 
 
-# -- JSON ------------------------------------------------------------------------------------------
-
-
-def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
-    """Return the comparison for machines; infinite numbers are null."""
-    end = comparison.end
-    return {
-        "quantload_compare": 1,
-        "layers": [
-            {
-                "module": row.module,
-                "reference": row.reference,
-                "candidate": row.candidate,
-                "weight": _sums_json(row.weight),
-                "output": _sums_json(row.output),
-                "output_median": row.output_median,
-                "tokens": row.tokens,
-                "weight_limit": row.weight_limit,
-                "output_limit": row.output_limit,
-                "failure": row.failure,
-            }
-            for row in comparison.layers
-        ],
-        "passed": comparison.passed,
-        "problems": list(comparison.problems),
-        "only_in_reference": list(comparison.only_in_reference),
-        "only_in_candidate": list(comparison.only_in_candidate),
-        "blocks": [
-            {
-                "block": block.path,
-                "injected": _sums_json(block.injected),
-                "propagated": _sums_json(block.propagated),
-                "injected_median": block.injected_median,
-                "propagated_median": block.propagated_median,
-            }
-            for block in comparison.blocks
-        ],
-        "unseen": list(comparison.unseen),
-        "few_tokens": list(comparison.few),
-        "uncompared": list(comparison.uncompared),
-        "end": None if end is None else _end_json(end),
-    }
-
-
-def _sums_json(sums: ErrorSums | None) -> dict[str, Any] | None:
-    if sums is None:
-        return None
-    return {
-        "relative_error": finite(sums.relative),
-        "sqnr_db": finite(sums.sqnr_db),
-        "max_abs": finite(sums.max_abs),
-    }
-
-
-def _end_json(end: EndMetrics) -> dict[str, Any]:
-    return {
-        "num_tokens": end.num_tokens,
-        "kl_mean": end.kl_mean,
-        "kl_standard_error": finite(end.kl_standard_error),
-        "kl_median": end.kl_quantile(0.5),
-        "kl_p99": end.kl_quantile(0.99),
-        "kl_p999": end.kl_quantile(0.999),
-        "top1": end.top1,
-        "top1_standard_error": end.top1_standard_error,
-        "ln_perplexity": finite(end.reference_loss),
-        "ln_perplexity_change": finite(end.loss_mean_change),
-        "ln_perplexity_standard_error": finite(end.loss_standard_error),
-        "kl_by_confidence": [
-            {"from": low, "tokens": count, "kl_mean": finite(mean)}
-            for low, count, mean in end.by_confidence()
-        ],
-    }
+def _safe_cell(text: str) -> str:
+    """Escape what would end a cell too, or start emphasis, code or a link."""
+    return re.sub(r"([\\`*\[|])", r"\\\1", _safe(text))
 
 
 __all__ = [
-    "comparison_json",
     "comparison_markdown",
     "show_comparison",
     "summary_lines",

@@ -24,7 +24,7 @@ from quantload.errors import ConfigError
 
 SEQUENCE_TOKENS = 512
 _FILES = {"data": "--data", "token_ids": "--token-ids", "prompts_file": "--prompts"}
-_GIVEN = {**_FILES, "prompts": "--prompt"}
+_GIVEN = {**_FILES, "prompts": "--prompt", "generated": "--generated"}
 _Command = Callable[..., Any]
 
 
@@ -84,10 +84,10 @@ def read_tokens(
         ConfigError: A file cannot be read or is not of its form, options contradict each other, or
             a text has no tokens.
     """
-    given = [option for name, option in _GIVEN.items() if flags.get(name)]
-    if flags.get("generated") and given:
+    given = tokens_given(flags)
+    if len(given) > 1 and given[-1] == "--generated":
         raise ConfigError(f"`--generated` and `{given[0]}` are both given, expected one of them")
-    if given:
+    if given and given != ["--generated"]:
         from quantload import api
 
         return read_sequences(
@@ -109,6 +109,11 @@ def read_tokens(
         trust_remote_code=flags.get("trust_remote_code", False),
     )
     return cut_tokens(made, flags["max_tokens"])
+
+
+def tokens_given(flags: Mapping[str, Any]) -> list[str]:
+    """Return the options that give tokens; `--generated` last."""
+    return [option for name, option in _GIVEN.items() if flags.get(name)]
 
 
 def read_sequences(
@@ -220,4 +225,4 @@ def _ids_of_line(line: str, where: str, tokenizer: Any) -> list[int]:  # noqa: A
     return list(found["input_ids"])
 
 
-__all__ = ["SEQUENCE_TOKENS", "read_sequences", "read_tokens", "token_options"]
+__all__ = ["SEQUENCE_TOKENS", "read_sequences", "read_tokens", "token_options", "tokens_given"]

@@ -23,8 +23,9 @@ and more stay below 0.5. Smaller damage shows in the rounding: see `weight_round
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, get_args
 
 from quantload.accuracy.end_metrics import EndMetrics
 from quantload.accuracy.weight_rounding import Rounding
@@ -32,8 +33,12 @@ from quantload.quant.metrics import ErrorSums
 
 if TYPE_CHECKING:
     from quantload.accuracy.compare_outputs import OutputComparison
+    from quantload.accuracy.router_overlap import RouterOverlap
+    from quantload.accuracy.structure import StructureComparison
 
 QUANTIZED_LIMIT = 0.5
+Tier = Literal["structure", "weights", "layers", "end"]
+TIERS: tuple[Tier, ...] = get_args(Tier)  # each measures what those before it do, and more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,8 @@ class LayerComparison:
         weight: Error sums of the weight; None if only outputs were compared.
         output: Error sums of the isolated output; None without tokens.
         output_median: Median over tokens of the relative error of each; None without tokens.
+        input: Error sums of the isolated output that rounding the input alone makes; None where
+            the candidate's scheme does not round it.
         tokens: Tokens that reached it.
         is_plain: True for a tensor that is no 2-D weight, such as a norm or a bias.
         weight_limit: Largest relative error of the weight that passes.
@@ -66,6 +73,7 @@ class LayerComparison:
     weight: ErrorSums | None
     output: ErrorSums | None = None
     output_median: float | None = None
+    input: ErrorSums | None = None
     tokens: int = 0
     is_plain: bool = False
     weight_limit: float = QUANTIZED_LIMIT
@@ -124,19 +132,60 @@ class BlockComparison:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComparedTokens:
+    """The tokens that both models ran.
+
+    Args:
+        sha256: Of the ids as JSON without spaces, `[[1,2],[3]]`: the same wherever they are.
+        count: Number of tokens.
+        sequences: Number of sequences.
+    """
+
+    sha256: str
+    count: int
+    sequences: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exceeded:
+    """A limit of the user that something is beyond.
+
+    Args:
+        limit: The limit, as the user wrote it.
+        where: The layer or block; "" for the model.
+        value: What was found.
+    """
+
+    limit: str
+    where: str
+    value: float
+
+    def __str__(self) -> str:
+        where = f"`{self.where}`: " if self.where else ""
+        return f"{where}`{self.limit}`: {self.value:.5g}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelComparison:
     """A comparison of two checkpoints.
 
     Args:
-        layers: One row a layer, then one for each other float tensor that differs.
+        layers: One row a layer, then one for each other float tensor that differs; none in tier
+            "structure".
         end: Agreement at the output; None without tokens.
         only_in_reference: Weights and other tensors that the candidate lacks.
         only_in_candidate: Weights and other tensors that the reference lacks.
         blocks: Errors of the outputs of blocks, in order; none without tokens.
+        routers: How often routers chose what they chose in the reference, by path of their experts.
         unseen: Experts that no token reached.
         few: Experts that fewer than 32 tokens reached.
         uncompared: Layers and experts of the model whose outputs could not be compared, by path.
         why_whole: Why the models were in memory as a whole; "" if they were not.
+        tier: The highest tier that was measured.
+        structure: How both hold their layers; None if nobody looked.
+        tokens: What was run; None without tokens.
+        limits: Limits of the user, as they were written; they take the place of the built-in ones.
+        exceeded: What is beyond them.
     """
 
     layers: tuple[LayerComparison, ...]
@@ -144,15 +193,22 @@ class ModelComparison:
     only_in_reference: tuple[str, ...] = ()
     only_in_candidate: tuple[str, ...] = ()
     blocks: tuple[BlockComparison, ...] = ()
+    routers: Mapping[str, RouterOverlap] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()
     few: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
     why_whole: str = ""
+    tier: Tier = "weights"
+    structure: StructureComparison | None = None
+    tokens: ComparedTokens | None = None
+    limits: tuple[str, ...] = ()
+    exceeded: tuple[Exceeded, ...] = ()
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """One line for every row that exceeds its limit."""
-        return tuple(f"`{row.module}`: {row.failure}" for row in self.layers if row.failure)
+        """One line for everything that exceeds a limit, or is damaged."""
+        rows = (f"`{row.module}`: {row.failure}" for row in self.layers if row.failure)
+        return (*rows, *map(str, self.exceeded))
 
     @property
     def passed(self) -> bool:
@@ -161,8 +217,9 @@ class ModelComparison:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One line for every row with values that are not finite."""
-        return tuple(f"`{row.module}`: {row.problem}" for row in self.layers if row.problem)
+        """One line for every row with values that are not finite, and what the structure shows."""
+        rows = (f"`{row.module}`: {row.problem}" for row in self.layers if row.problem)
+        return (*(() if self.structure is None else self.structure.problems), *rows)
 
 
 def with_outputs(comparison: ModelComparison, outputs: OutputComparison) -> ModelComparison:
@@ -172,8 +229,13 @@ def with_outputs(comparison: ModelComparison, outputs: OutputComparison) -> Mode
         row = rows.get(name) or LayerComparison(
             module=name, reference="", candidate="", weight=None
         )
+        by_input = outputs.isolated_inputs.get(name)
         rows[name] = replace(
-            row, output=errors.sums, output_median=errors.median, tokens=errors.num_tokens
+            row,
+            output=errors.sums,
+            output_median=errors.median,
+            input=None if by_input is None else by_input.sums,
+            tokens=errors.num_tokens,
         )
     blocks = tuple(
         BlockComparison(
@@ -190,6 +252,7 @@ def with_outputs(comparison: ModelComparison, outputs: OutputComparison) -> Mode
         layers=tuple(rows.values()),
         end=outputs.end,
         blocks=blocks,
+        routers=outputs.routers,
         unseen=outputs.unseen,
         few=outputs.few,
         uncompared=outputs.uncompared,

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from quantload.accuracy.compare import LayerComparison, ModelComparison
-from quantload.accuracy.config_check import config_differences
+from quantload.accuracy.one_model import apart_alike, check_one_model, lone_names, shared_plain
 from quantload.accuracy.stored_rows import HeldRows, StoredRows, Value, dense
 from quantload.accuracy.weight_rounding import RoundingSums, standing_out
-from quantload.errors import NotComparable, listed
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.code_rows import row_step
-from quantload.loader.experts import apart_as_in
 from quantload.loader.row_reader import RowReader, region_of
 from quantload.loader.source import Source, SourceWeight, as_parameter
 from quantload.loader.workers import Resources, work_through
@@ -55,9 +53,7 @@ def compare_weights(
         NotComparable: They are of different models: no weight is in both, or architectures or
             shapes differ.
     """
-    reference = apart_as_in(reference, candidate)
-    candidate = apart_as_in(candidate, reference)
-    check_one_model(reference, candidate)
+    reference, candidate = apart_alike(reference, candidate)
     shared = [module for module in reference.weights if module in candidate.weights]
     found = _compare_shared(reference, candidate, shared, progress, resources or Resources())
     damage = standing_out({m: (row.candidate, row.rounding) for m, row in found.items()})
@@ -67,8 +63,7 @@ def compare_weights(
     )
     return ModelComparison(
         layers=(*rows, *(row for row in compared if row.differs)),
-        only_in_reference=_only_in(reference, candidate),
-        only_in_candidate=_only_in(candidate, reference),
+        **lone_names(reference, candidate),
     )
 
 
@@ -244,47 +239,6 @@ def sum_limit(columns: int) -> float:
     return rounding + math.sqrt(columns) * torch.finfo(torch.float32).eps
 
 
-def check_one_model(reference: Source, candidate: Source) -> None:
-    """Refuse checkpoints whose architecture, weights or shapes differ.
-
-    Raises:
-        NotComparable: They are of different models.
-    """
-    configs = candidate.checkpoint.config, reference.checkpoint.config
-    differences = config_differences(*configs, ("architectures", "model_type"))
-    if differences:
-        raise NotComparable("not of one model: " + "; ".join(differences))
-    shared = [module for module in reference.weights if module in candidate.weights]
-    if not shared:
-        raise NotComparable(
-            f"`{reference.checkpoint.name}` and `{candidate.checkpoint.name}` have no weight of "
-            f"the same name: {listed(reference.weights)} against {listed(candidate.weights)}"
-        )
-    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for module in shared:
-        one, other = reference.weights[module], candidate.weights[module]
-        shapes[f"weight of `{module}`"] = one.parameter_shape, other.parameter_shape
-    for name in shared_plain(reference, candidate):
-        entries = reference.plain[name], candidate.plain[name]
-        shapes[f"tensor `{name}`"] = tuple(entries[0].shape), tuple(entries[1].shape)
-    for what, (expected, found) in shapes.items():
-        if expected != found:
-            raise NotComparable(
-                f"{what} has shape `{expected}` in the reference, `{found}` in the candidate"
-            )
-
-
-def shared_plain(reference: Source, candidate: Source) -> list[str]:
-    """Return the float tensors that both have beside their 2-D weights."""
-    return [
-        name
-        for name, entry in reference.plain.items()
-        if name in candidate.plain
-        and entry.dtype.is_floating_point
-        and candidate.plain[name].dtype.is_floating_point
-    ]
-
-
 def compare_plain(reference: Source, candidate: Source, name: str) -> LayerComparison:
     """Compare a float tensor that is no weight of a layer."""
     return LayerComparison(
@@ -299,11 +253,6 @@ def compare_plain(reference: Source, candidate: Source, name: str) -> LayerCompa
 
 def _dtype_name(source: Source, name: str) -> str:
     return str(source.plain[name].dtype).removeprefix("torch.")
-
-
-def _only_in(one: Source, other: Source) -> tuple[str, ...]:
-    weights = (module for module in one.weights if module not in other.weights)
-    return (*weights, *(name for name in one.plain if name not in other.plain))
 
 
 __all__ = [

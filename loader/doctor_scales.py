@@ -29,12 +29,9 @@ def scales_are_sound(subject: Subject) -> Iterator[Finding]:
 
 
 def _about_scale(subject: Subject, weight: SourceWeight, leaf: str, name: str) -> Iterator[Finding]:
-    entry = subject.source.checkpoint.tensors[name]
-    is_byte = entry.dtype in (torch.uint8, torch.float8_e8m0fnu)
-    if not entry.dtype.is_floating_point and not is_byte:
+    if not holds_numbers(subject.source.checkpoint.tensors[name].dtype):
         return
-    value = subject.source.checkpoint.read(name)
-    problem = _problem_of_bytes(weight, value) if is_byte else _problem_of(weight, leaf, value)
+    problem = scale_problem(weight, leaf, subject.source.checkpoint.read(name))
     if problem:
         yield Finding(
             rule="scale",
@@ -45,6 +42,24 @@ def _about_scale(subject: Subject, weight: SourceWeight, leaf: str, name: str) -
             hint="the export is damaged: quantize it again",
             source=subject.source_of("scale"),
         )
+
+
+def holds_numbers(dtype: torch.dtype) -> bool:
+    """True if a scale of this dtype is a number by itself, or an exponent."""
+    return dtype.is_floating_point or dtype == torch.uint8
+
+
+def scale_problem(weight: SourceWeight, leaf: str, value: Tensor) -> str:
+    """Say what is wrong with a scale: values that are not finite, zero or negative; "" if nothing.
+
+    Args:
+        weight: What it belongs to.
+        leaf: Name of the scale in its module.
+        value: [...] of a dtype that `holds_numbers`.
+    """
+    if value.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return _problem_of_bytes(weight, value)
+    return _problem_of(weight, leaf, value)
 
 
 def _problem_of_bytes(weight: SourceWeight, value: Tensor) -> str:
@@ -71,4 +86,4 @@ def _problem_of(weight: SourceWeight, leaf: str, value: Tensor) -> str:
 
 
 RULES = (scales_are_sound,)
-__all__ = ["RULES"]
+__all__ = ["RULES", "holds_numbers", "scale_problem"]

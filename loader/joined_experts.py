@@ -14,6 +14,7 @@ as other formats have them:
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +64,7 @@ class JoinedReader(Reader):
         self.widens_floats = apart.reader.widens_floats
         self.cache_scheme = apart.reader.cache_scheme
         self.warnings = list(apart.reader.warnings)
-        self.entries = dict(apart.reader.entries)
+        self.entries = copy.copy(apart.reader.entries)
         self._members = members
 
     @property

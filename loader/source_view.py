@@ -76,7 +76,7 @@ class ViewReader(Reader):
         self.widens_floats = reader.widens_floats
         self.cache_scheme = reader.cache_scheme
         self.warnings = list(reader.warnings)
-        self.entries = dict(reader.entries)
+        self.entries = copy.copy(reader.entries)
         self._reader = reader
         self._seen = seen
         self._lock = threading.Lock()

@@ -44,6 +44,7 @@ COMMAND_LINE = {  # one part, in several files
         "cli_explain",
         "cli_model",
         "cli_stats",
+        "cli_compare_structure",
         "cli_tokens",
     ),
     "cli_tune",
@@ -143,7 +144,8 @@ OPTIONS = {
         *("--markdown", "--trust-remote-code", "--all", "--json", "--quiet"),
     },
     "compare": {
-        *("reference", "candidate", *TOKENS, "--all"),
+        *("reference", "candidate", *TOKENS, "--all", "--structure", "--weights", "--layers"),
+        *("--fail-over", "--trust-remote-code"),
         *("--markdown", "--html", "--json", "--quiet", "--device", "--dtype"),
     },
     "convert": {

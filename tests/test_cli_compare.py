@@ -60,7 +60,7 @@ def test_max_tokens(folders, ids):
 
 def test_json(folders, ids):
     content = json.loads(run(*folders, "--token-ids", ids, "--json", "--device", "cpu").stdout)
-    assert content["quantload_compare"] == 1
+    assert content["quantload_compare"] == 2
     rows = {row["module"]: row for row in content["layers"]}
     embedding = rows["model.embed_tokens"]
     assert embedding["weight"] == {"relative_error": 0.0, "sqnr_db": None, "max_abs": 0.0}
@@ -91,11 +91,11 @@ def test_markdown(folders):
 
 def test_markdown_escapes_names_of_files(folders):
     sums = ErrorSums(noise=1.0, signal=100.0, count=1)
-    name = "a|b<script>&"
+    name = "a|b<script>&[x](y)*`"
     row = LayerComparison(module=name, reference="", candidate="", weight=sums)
     text = comparison_markdown(ModelComparison(layers=(row,)))
     (line,) = [line for line in text.splitlines() if line.startswith("| a")]
-    assert line.split(" | ")[0] == r"| a\|b&lt;script>&amp;"
+    assert line.split(" | ")[0] == r"| a\|b&lt;script>&amp;\[x](y)\*\`"
 
 
 @pytest.mark.parametrize(("width", "fits"), [(80, False), (120, True)])

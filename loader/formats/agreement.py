@@ -68,7 +68,19 @@ def check_agreement(
     ]
 
 
-def count_entries(said: Mapping[str, ConfigSays], stored: Mapping[str, bool]) -> dict[str, int]:
+class EntryCounts(dict[str, int]):
+    """How many modules each entry of a config decides on, by entry.
+
+    Attributes:
+        left_plain: Modules that the config quantizes, by a rule for many, and the files do not.
+    """
+
+    def __init__(self, counts: Mapping[str, int], left_plain: Iterable[str] = ()) -> None:
+        super().__init__(counts)
+        self.left_plain = tuple(left_plain)
+
+
+def count_entries(said: Mapping[str, ConfigSays], stored: Mapping[str, bool]) -> EntryCounts:
     """Return how many modules each entry of a config decides on, by entry.
 
     Args:
@@ -76,7 +88,8 @@ def count_entries(said: Mapping[str, ConfigSays], stored: Mapping[str, bool]) ->
         stored: Whether the files hold a quantized weight; where they decide, no entry does.
     """
     agreed = (says for module, says in said.items() if says.is_quantized == stored[module])
-    return dict(Counter(says.entry for says in agreed))
+    plain = (m for m, says in said.items() if says.is_quantized and not stored[m])
+    return EntryCounts(Counter(says.entry for says in agreed), plain)
 
 
 def about_unused_entries(
