@@ -148,7 +148,8 @@ def _groups(made: Plan, modules: Sequence[str]) -> list[Group]:
     blocks = expert_blocks(modules)
     together = (*made.groups, *blocks)  # engines run all experts of a block in one scheme
     of = {module: group for group in together for module in group}
-    wanted, found = set(modules), {}
+    wanted = set(modules)
+    found: dict[Group, None] = {}
     for module in modules:
         members = tuple(m for m in of.get(module, (module,)) if m in wanted)
         found[members] = None
@@ -209,7 +210,7 @@ def _measured(
             progress,
             labels="text" if how.labels == "text" else "sampled",
         )
-        scores, hidden = found.scores, found.hidden
+        scores, hidden = found.scores, list(found.hidden)
         estimated |= dict.fromkeys(found.unseen, "no token reached it")
     estimated |= dict.fromkeys(hidden, "its outputs cannot be told apart in the model")
     if estimated:

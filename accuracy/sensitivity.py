@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from quantload.accuracy.output_columns import ALONE, Columns, output_columns
+from quantload.accuracy.scoring_memory import check_memory, scoring_bytes
 from quantload.accuracy.streaming import StreamedModel
 from quantload.accuracy.streaming_backwards import BackwardBlock, backwards, run_forward
 from quantload.accuracy.streaming_tokens import batches_of, check_sequences
@@ -90,7 +91,15 @@ def gradient_scores(
     model = reference()
     check_sequences(model.model, usable)
     batches = batches_of(usable, _BATCH_TOKENS)
-    progress.start("scores", total=2 * model.num_blocks, unit="blocks")
+    needed = scoring_bytes(
+        model,
+        candidates=len(candidates),
+        num_tokens=sum(map(len, usable)),
+        batch_tokens=max(ids.numel() for ids in batches),
+    )
+    check_memory(model, needed)
+    phase = f"scores, about {sum(needed) / 2**30:.1f} GiB"
+    progress.start(phase, total=2 * model.num_blocks, unit="blocks")
     kept = run_forward(model, batches, done=lambda: progress.advance(1))
     progress.advance(1)
     model, others = reference(), {name: opened() for name, opened in candidates.items()}
@@ -287,14 +296,16 @@ def _hook(layer: _Layer, twins: Mapping[str, _Twin], *, skips_zeros: bool) -> An
         x, groups = args[0].detach(), [arg for arg in args[1:] if isinstance(arg, Groups)]
         if torch.is_grad_enabled() and output.requires_grad and x.numel():
             values = output.detach()
-            output.register_hook(lambda gradient: score(x, groups, values, gradient))
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: score(x, groups, values, gradient)
+            )
 
     @torch.no_grad()
     def score(x: Tensor, groups: list[Groups], output: Tensor, gradient: Tensor) -> None:
         flat = gradient.flatten(0, -2).float()
         counts = groups[0].counts if groups else [len(flat)]
         rest = len(flat) - sum(counts)  # rows of no expert
-        for expert, part in enumerate(x.flatten(0, -2).split([*counts, rest])[:-1]):
+        for expert, part in enumerate(torch.split(x.flatten(0, -2), [*counts, rest])[:-1]):
             number = int(part.ne(0).any(dim=-1).sum()) if skips_zeros else len(part)
             layer.tokens[expert] = layer.tokens.get(expert, 0) + number
         for name, twin in twins.items():
@@ -302,7 +313,7 @@ def _hook(layer: _Layer, twins: Mapping[str, _Twin], *, skips_zeros: bool) -> An
             squares = (flat * change).double().square()
             empty = squares.new_zeros(len(counts), squares.shape[-1])
             total = layer.sums.setdefault(name, empty)
-            for expert, part in enumerate(squares.split([*counts, rest])[:-1]):
+            for expert, part in enumerate(torch.split(squares, [*counts, rest])[:-1]):
                 total[expert] += part.sum(dim=0)
 
     return watch

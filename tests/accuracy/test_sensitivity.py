@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import pytest
@@ -11,6 +12,8 @@ from tiny_moe import tiny_moe
 from transformers import AutoModelForCausalLM
 
 from quantload import api
+from quantload.accuracy import scoring_memory
+from quantload.accuracy.scoring_memory import scoring_bytes
 from quantload.accuracy.sensitivity import gradient_scores
 from quantload.accuracy.streaming import open_streamed
 from quantload.errors import ConfigError
@@ -162,3 +165,30 @@ def test_too_few_tokens(tmp_path):
     folder = tiny.llama(tmp_path / "source", dtype=torch.float32)
     with pytest.raises(ConfigError, match="no sequence has two tokens"):
         scores_of(folder, "W4A16:g32", [[3], []])
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    folder = tiny.llama(tmp_path / "source", dtype=torch.float32)
+    source = api.inspect(folder)
+    needed = scoring_bytes(opened(source)(), candidates=1, num_tokens=10, batch_tokens=6)
+    weights = (
+        4
+        * 2
+        * sum(
+            source.weights[m].shape[0] * source.weights[m].shape[1]
+            for m in source.weights
+            if ".layers.0." in m
+        )
+    )
+    assert weights < needed[0] < 2 * weights + 6 * 4 * 6 * 256 + 4 * 6 * 64 * 64
+    assert needed[1] == 4 * 10 * 64 * 3  # what enters both blocks, and a gradient
+    monkeypatch.setattr(scoring_memory, "available_bytes", lambda: sum(needed) - 1)
+    monkeypatch.setattr("quantload.accuracy.sensitivity.run_forward", None)
+    with pytest.raises(ConfigError, match=r"scoring takes about .* GiB of this machine are free"):
+        scores_of(folder, "W4A16:g32")
+
+
+def test_memory_that_is_free_is_what_the_system_says():
+    free = scoring_memory.available_bytes()
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert free is None or 0 < free <= total
