@@ -26,7 +26,6 @@ _COLUMNS = [
     Column(name="tolerance dB", hint="by how much it may grow"),
     Column(name="output before", hint="median over tokens of the output's relative error"),
     Column(name="output now", hint="the same now"),
-    Column(name="verdict", is_text=True, is_long=True),
 ]
 
 
@@ -106,17 +105,16 @@ def _lines(report: BaselineReport, *, strict: bool) -> list[tuple[str, bool]]:
 
 
 def _row(layer: LayerVerdict) -> Row:
-    verdict = layer.failure or ("better: the baseline can be tightened" if layer.is_better else "")
+    why = layer.failure or ("better: the baseline can be tightened" if layer.is_better else "")
     before, now = layer.before, layer.now
     cells = [
-        Cell(text=layer.name),
+        Cell(text=layer.name, more=why),
         _error(before.weight),
         _error(now.weight, is_about=now.estimate_db is not None),
         Cell(text=f"{layer.change_db:+.3f}", sort=sortable(layer.change_db)),
         Cell(text=f"{layer.tolerance_db:.3g}", sort=sortable(layer.tolerance_db)),
         _error(before.output_median),
         _error(now.output_median),
-        Cell(text=verdict or "within its tolerance"),
     ]
     return Row(cells=cells, is_bad=bool(layer.failure))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -45,8 +46,13 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"num": number, "percent": percent, "raw": sortable}
+    made.filters |= {"dotted": dotted}
     return made
+
+
+def dotted(name: str) -> Markup:
+    """Return a name that may be broken after its dots."""
+    return Markup("<wbr>").join(part for part in re.split(r"(?<=\.)", name))
 
 
 def number(value: float | None, form: str = ".2f", unit: str = "") -> str:

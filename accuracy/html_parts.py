@@ -15,22 +15,27 @@ class Column:
     Args:
         name: Its heading.
         is_text: True for words, which are sorted as such.
-        is_long: True for sentences, which may wrap.
         hint: What the number is.
     """
 
     name: str
     is_text: bool = False
-    is_long: bool = False
     hint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell: what it shows, and what it is sorted by."""
+    """A cell.
+
+    Args:
+        text: What it shows.
+        sort: What it is sorted by, where it is a number.
+        more: A sentence below the text.
+    """
 
     text: str
     sort: str = ""
+    more: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

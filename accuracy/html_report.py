@@ -140,9 +140,9 @@ _ROW = Column(name="worst row", hint="output feature with the largest relative e
 _HOLDS = Column(name="holds", is_text=True, hint="encoding in the candidate")
 _WORST = Column(name="worst expert", is_text=True, hint="its number and its error")
 _FEW = Column(name="few", hint="experts that fewer than 32 tokens reached")
-_VERDICT = Column(name="verdict", is_text=True, is_long=True)
+_NOTE = Column(name="note", is_text=True)
 _EXPERT_COLUMNS = [_LAYER, _WEIGHT, _WEIGHT_DB, _OUTPUT, _MEDIAN, _OUTPUT_DB, _TOKENS, _STEPS]
-_EXPERT_COLUMNS += [_HOLDS, _VERDICT]
+_EXPERT_COLUMNS += [_HOLDS, _NOTE]
 
 
 def _columns(layers: Sequence[RankedLayer]) -> list[Column]:
@@ -150,8 +150,7 @@ def _columns(layers: Sequence[RankedLayer]) -> list[Column]:
     has_experts = any(layer.is_experts for layer in layers)
     differ_in_tokens = len({layer.tokens for layer in layers if layer.output}) > 1
     return [
-        *([_LAYER, _VERDICT] if any(layer.failures for layer in layers) else [_LAYER]),
-        *[_WEIGHT, _WEIGHT_DB],
+        *[_LAYER, _WEIGHT, _WEIGHT_DB],
         *([_OUTPUT, _MEDIAN, _OUTPUT_DB] if has_output else []),
         *([_TOKENS] if differ_in_tokens else []),
         *[_SHARE, _OVER, _Z],
@@ -171,7 +170,7 @@ def _layer_row(layer: RankedLayer, columns: Sequence[Column]) -> Row:
     worst = f"{place_of(layer.worst.module).expert}: {percent(layer.worst_error.relative)}"
     few = float(layer.few) if layer.is_experts else None
     cells = {
-        _LAYER: Cell(text=layer.name),
+        _LAYER: Cell(text=layer.name, more=_why(layer)),
         **_error_cells(layer.weight, layer.output, layer.output_median),
         _TOKENS: _cell(float(layer.tokens) if layer.output else None, ".0f"),
         _SHARE: Cell(text=percent(layer.share, 2), sort=sortable(layer.share)),
@@ -182,7 +181,6 @@ def _layer_row(layer: RankedLayer, columns: Sequence[Column]) -> Row:
         _FEW: _cell(few, ".0f"),
         _ROW: _worst_row(layer.worst),
         _HOLDS: Cell(text=layer.candidate),
-        _VERDICT: Cell(text=_why(layer)),
     }
     return Row(cells=[cells[column] for column in columns], is_bad=bool(layer.failures))
 
@@ -249,13 +247,14 @@ def _expert_rows(layers: Sequence[RankedLayer], *, few: set[str], unseen: set[st
 
 def _expert_row(row: LayerComparison, *, is_few: bool, is_unseen: bool) -> Row:
     why = row.problem or row.failure
+    note = "no token reached it" if is_unseen else "too few tokens" if is_few else ""
     cells = {
-        _LAYER: Cell(text=row.module),
+        _LAYER: Cell(text=row.module, more=why),
         **_error_cells(row.weight, row.output, row.output_median),
         _TOKENS: _cell(0.0 if is_unseen else float(row.tokens), ".0f"),
         _STEPS: _cell(None if row.rounding is None else row.rounding.max_steps, ".3f"),
         _HOLDS: Cell(text=row.candidate),
-        _VERDICT: Cell(text=why or ("too few tokens to judge its output" if is_few else "passed")),
+        _NOTE: Cell(text=note),
     }
     return Row(cells=[cells[column] for column in _EXPERT_COLUMNS], is_bad=bool(why))
 

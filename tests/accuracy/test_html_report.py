@@ -137,7 +137,7 @@ def test_the_numbers_are_the_comparisons(page, comparison):
 def test_what_fails_is_marked(page):
     table = page.tables["layer-table"]
     assert table.bad == [row[0][0] == EVIL for row in table.rows]
-    assert table.column("verdict")[EVIL][0] == "too <much>"
+    assert table.notes == {EVIL: "too <much>"}
     assert "FAILED" in page.ids["verdict"]
     assert f"Fails: `{EVIL}`: too <much>" in page.shown
 
@@ -242,7 +242,7 @@ def test_experts_are_one_row_and_all_of_them_are_in_a_table_of_their_own():
     experts = page.tables["expert-table"]
     assert len(experts.rows) == 40
     assert experts.sort_keys("tokens")[names[1]] == 0
-    assert experts.column("verdict")[names[2]][0] == "too few tokens to judge its output"
+    assert experts.column("note")[names[2]][0] == "too few tokens"
     assert page.tables["layer-table"].column("few")[row[0][0]] == ("1", "1.0")
     assert "All experts (40)" in page.shown
 

@@ -8,16 +8,20 @@ import re
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-_VOID = {"meta", "link", "input", "br"}
+_VOID = {"meta", "link", "input", "br", "wbr"}
 
 
 @dataclass
 class Table:
-    """A table: texts of its headings, then (text, data-sort) of each cell by row."""
+    """A table: texts of its headings, then (text, data-sort) of each cell by row.
+
+    What stands below the first cell's text is in `notes`.
+    """
 
     heads: list[str] = field(default_factory=list)
     rows: list[list[tuple[str, str | None]]] = field(default_factory=list)
     bad: list[bool] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
 
     def column(self, head: str) -> dict[str, tuple[str, str | None]]:
         """Cells of a column by the text of the first one in their row."""
@@ -96,7 +100,10 @@ class Page(HTMLParser):
         for name in self._id:
             if name:
                 self.ids[name] = self.ids.get(name, "") + data
-        if self._table is not None and "td" in self.open:
+        if self._table is not None and "td" in self.open and "small" in self.open:
+            name = self._table.rows[-1][0][0]
+            self._table.notes[name] = self._table.notes.get(name, "") + data
+        elif self._table is not None and "td" in self.open:
             text, key = self._table.rows[-1][-1]
             self._table.rows[-1][-1] = (text + data, key)
         elif self._table is not None and "th" in self.open:
