@@ -10,10 +10,11 @@ Eight query heads and two for keys and values (Jamba has four), 131 tokens.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -54,7 +55,8 @@ class Encoding:
     Args:
         scheme: As `convert` takes it; None leaves full precision.
         target: Name of the format that is written.
-        act_order: Groups of columns lie in no order.
+        act_order: Groups of columns lie in no order: in one for all layers that read one tensor, or
+            in another for each; "" leaves them.
         sizes: See above.
         rules: As `convert` takes them.
         then: Format that it is written again in, without changing a value; "" leaves it.
@@ -62,7 +64,7 @@ class Encoding:
 
     scheme: str | None
     target: str = "compressed-tensors"
-    act_order: bool = False
+    act_order: Literal["", "shared", "own"] = ""
     sizes: str = "uneven"
     rules: tuple[str, ...] = ()
     then: str = ""
@@ -75,10 +77,13 @@ ENCODINGS = {
     "W4A16:g128": Encoding("W4A16:g128", sizes="wide"),
     "W4A16_ASYM:g128 awq": Encoding("W4A16_ASYM:g128", "awq", sizes="wide"),
     "W4A16:g32 gptq": Encoding("W4A16:g32", "gptq"),
-    "W4A16:g32 act-order": Encoding("W4A16:g32", "gptq", act_order=True),
-    "W4A16_ASYM:g128 act-order": Encoding("W4A16_ASYM:g128", "gptq", act_order=True, sizes="wide"),
+    "W4A16:g32 act-order": Encoding("W4A16:g32", "gptq", act_order="shared"),
+    "W4A16:g32 unlike act-orders": Encoding("W4A16:g32", "gptq", act_order="own"),
+    "W4A16_ASYM:g128 act-order": Encoding(
+        "W4A16_ASYM:g128", "gptq", act_order="shared", sizes="wide"
+    ),
     "W4A16:g32 act-order, compressed-tensors": Encoding(
-        "W4A16:g32", "gptq", act_order=True, then="compressed-tensors"
+        "W4A16:g32", "gptq", act_order="shared", then="compressed-tensors"
     ),
     "FP8_BLOCK": Encoding("FP8_BLOCK"),
     "FP8_BLOCK fp8": Encoding("FP8_BLOCK", "fp8"),
@@ -100,7 +105,7 @@ def write_encoded(model_type: str, encoding: str, folder: Path) -> Path:
     rules = () if model_type == "llama" else wanted.rules  # its head is its embedding
     _convert(folder / "dense", written, wanted.scheme, wanted.target, rules)
     if wanted.act_order:
-        put_columns_in_no_order(written)
+        put_columns_in_no_order(written, is_shared=wanted.act_order == "shared")
     if wanted.then:
         _convert(written, folder / "again", "same", wanted.then, ())
         written = folder / "again"
@@ -112,10 +117,12 @@ def _convert(source: Path, output: Path, scheme: str, target: str, rules: tuple[
     api.convert(source, output, scheme, verify_output=False, rules=rules, options=options)
 
 
-def put_columns_in_no_order(folder: Path) -> None:
+def put_columns_in_no_order(folder: Path, *, is_shared: bool = True) -> None:
     """Make act-order of the groups of a GPTQ checkpoint, as `desc_act` does: columns change theirs.
 
-    Layers that read one tensor have one order, others have others.
+    Args:
+        folder: The checkpoint; changed in place.
+        is_shared: Layers of one parent have one order, as those have that read one tensor.
     """
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["desc_act"] = True
@@ -127,7 +134,8 @@ def put_columns_in_no_order(folder: Path) -> None:
             made = {name: stored.get_tensor(name) for name in names}
         for name in names:
             if name.endswith(".g_idx"):
-                seed = sum(name.rpartition(".")[0].rpartition(".")[0].encode())
+                module = name.removesuffix(".g_idx")
+                seed = zlib.crc32((module.rpartition(".")[0] if is_shared else module).encode())
                 order = torch.Generator().manual_seed(seed)
                 made[name] = made[name][torch.randperm(len(made[name]), generator=order)]
                 changed += int(made[name].max()) > 0
