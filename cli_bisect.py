@@ -108,7 +108,7 @@ def _cells(found: Attribution, row: UnitDrift) -> tuple[str, ...]:
         str(row.kl.tokens),
         _percent(row.share),
         _percent(row.error, digits=2),
-        _times(row.of_kind) + (" !" if row.stands_out else ""),
+        _times(row.of_kind) + (f" {row.member.rpartition('.')[2]} !" if row.stands_out else ""),
         _times(row.noise_ratio),
         _percent(found.removed(row)),
     )
@@ -146,7 +146,7 @@ def summary_lines(found: Attribution) -> list[str]:
     if found.leaders:
         lines.append(found.leaders)
     if found.standing_out:
-        named = [f"{row.unit.name} ({_times(row.of_kind)})" for row in found.standing_out]
+        named = [f"{row.member} ({_times(row.of_kind)})" for row in found.standing_out]
         lines.append(f"outputs are off by more than is usual for their kind: {listed(named)}")
     if found.nothing:
         lines.append(
@@ -213,6 +213,7 @@ def attribution_json(found: Attribution) -> dict[str, Any]:
                 "share": row.share,
                 "output_error": row.error,
                 "times_its_kind": row.of_kind,
+                "of_module": row.member,
                 "stands_out": row.stands_out,
                 "noise": _kl_json(row.noise),
                 "put_back": _kl_json(row.put_back),

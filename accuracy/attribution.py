@@ -9,8 +9,8 @@
                                  the drift goes away?
 
 Units are ranked by their KL: by what they do to the output. A unit that loses little there is not
-first, however broken; so the error of each unit's outputs on the reference's inputs is held against
-those of the other units of its kind, and what stands out is named beside the ranking.
+first, however broken; so the error of each module's output on the reference's inputs is held
+against those of the same module in other blocks, and what stands out is named beside the ranking.
 
 Effects add where KL(reference || candidate) is about the sum of the single ones; where the ratio is
 outside 0.7 to 1.4 they do not, and shares are of the sum, not of the drift. Exchanging nothing has
@@ -31,13 +31,14 @@ from torch import Tensor
 
 from quantload.accuracy.attribution_result import CLEAR, Attribution, KlMean, UnitDrift
 from quantload.accuracy.attribution_runs import CANDIDATE, Measured, Variant, run_variants
-from quantload.accuracy.attribution_units import By, Unit, find_units
+from quantload.accuracy.attribution_units import By, Unit, block_number, find_units
 from quantload.accuracy.compare_weights import check_one_model
 from quantload.accuracy.config_check import config_differences
 from quantload.accuracy.end_metrics import standard_error
 from quantload.accuracy.streaming import StreamedModel, open_streamed
 from quantload.accuracy.streaming_tokens import batches_of, check_sequences
 from quantload.errors import NotComparable
+from quantload.layers.pipeline import PipelineCut
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.source import Source
 from quantload.progress import Progress
@@ -104,7 +105,7 @@ def attribute_drift(
     units, equal = find_units(*models, settings.by, progress)
     kept = _cut(sequences, settings.first_tokens)
     first = pair.run(_first_variants(units), kept, progress, "first pass", models)
-    rows, chosen = _ranked(first, units), first
+    rows, chosen = _ranked(first, units, models[0].cut), first
     refined = _to_refine(first, rows, settings.top)
     if refined:
         known = first if list(map(list, sequences)) == kept else {}
@@ -226,18 +227,15 @@ def _second_variants(units: Sequence[Unit]) -> list[Variant]:
 # -- ranking ---------------------------------------------------------------------------------------
 
 
-def _ranked(found: Mapping[Variant, Measured], units: Sequence[Unit]) -> list[UnitDrift]:
+def _ranked(
+    found: Mapping[Variant, Measured], units: Sequence[Unit], cut: PipelineCut | None
+) -> list[UnitDrift]:
     means = {unit: _mean(found[_swap(unit)]) for unit in units}
-    errors = {unit: _error(found[_swap(unit)]) for unit in units}
+    errors = {unit: _errors(found[_swap(unit)]) for unit in units}
+    usual = _Usual(errors, cut)
     total = sum(mean.mean for mean in means.values())
     rows = [
-        UnitDrift(
-            unit=unit,
-            kl=mean,
-            share=_ratio(mean.mean, total),
-            error=errors[unit],
-            of_kind=_of_kind(unit, errors),
-        )
+        usual.noted(UnitDrift(unit=unit, kl=mean, share=_ratio(mean.mean, total)))
         for unit, mean in means.items()
     ]
     return sorted(rows, key=lambda row: -row.kl.mean)
@@ -249,25 +247,44 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole and math.isfinite(whole) else 0.0
 
 
-def _error(found: Measured) -> float | None:
-    return found.errors.median if found.errors.num_tokens else None
+def _errors(found: Measured) -> dict[str, float]:
+    """Return the median over tokens of the relative error of each module's output, by path."""
+    return {path: errors.median for path, errors in found.errors.items() if errors.num_tokens}
 
 
-def _of_kind(unit: Unit, errors: Mapping[Unit, float | None]) -> float | None:
-    own = errors[unit]
-    others = [
-        error
-        for other, error in errors.items()
-        if other is not unit
-        and error is not None
-        and unit.kind
-        and (other.kind, other.candidate, other.reference)
-        == (unit.kind, unit.candidate, unit.reference)
-    ]
-    if own is None or len(others) < _FEWEST_ALIKE:
-        return None
-    usual = statistics.median(others)
-    return own / usual if usual else None
+class _Usual:
+    """Errors of outputs held against those of the same module in other blocks.
+
+    Args:
+        errors: By path, for each unit.
+        cut: Where the blocks are.
+    """
+
+    def __init__(self, errors: Mapping[Unit, Mapping[str, float]], cut: PipelineCut | None) -> None:
+        self._errors, self._cut = errors, cut
+        self._alike: dict[object, list[float]] = {}
+        for unit, of in errors.items():
+            for path, error in of.items():
+                self._alike.setdefault(self._kind(unit, path), []).append(error)
+
+    def _kind(self, unit: Unit, path: str) -> object:
+        number = block_number(path, self._cut)
+        if number is None or self._cut is None:
+            return path
+        inside = path.removeprefix(f"{self._cut.layers}.{number}.")
+        return inside, unit.reference, unit.candidate
+
+    def noted(self, row: UnitDrift) -> UnitDrift:
+        """Return a row with the error of its module that is furthest from what is usual."""
+        best = row
+        for path, error in self._errors[row.unit].items():
+            others = list(self._alike[self._kind(row.unit, path)])
+            others.remove(error)
+            usual = statistics.median(others) if len(others) >= _FEWEST_ALIKE else 0.0
+            of_kind = error / usual if usual else None
+            if (of_kind or 0.0, error) > (best.of_kind or 0.0, best.error or 0.0):
+                best = replace(row, error=error, of_kind=of_kind, member=path)
+        return best
 
 
 def _to_refine(

@@ -27,12 +27,18 @@ class Exchange:
         own: The model that runs.
         other: The model that the parts come from.
         mode: See `Variant`.
-        errors: Grows by the errors of the outputs of the exchanged modules; None measures nothing.
+        errors: Gets the errors of the outputs of the exchanged modules, by path; None measures
+            nothing.
         seed: Of the noise.
     """
 
     def __init__(
-        self, own: nn.Module, other: nn.Module, mode: Mode, errors: OutputErrors | None, seed: int
+        self,
+        own: nn.Module,
+        other: nn.Module,
+        mode: Mode,
+        errors: dict[str, OutputErrors] | None,
+        seed: int,
     ) -> None:
         self._own, self._other, self._mode, self._errors = own, other, mode, errors
         self._generator = torch.Generator().manual_seed(seed)
@@ -62,7 +68,7 @@ class Exchange:
         parent._modules[name] = other
         self._undo.append(lambda: parent._modules.__setitem__(name, own))
         if other is not own:
-            self._hook(other, self._measured(own))
+            self._hook(other, self._measured(own, path))
 
     def _put_rounding(self, parent: FusedExperts, path: str, name: str) -> None:
         """Exchange what rounds the inputs of `down`, which `FusedExperts` keeps beside it."""
@@ -90,10 +96,11 @@ class Exchange:
         handle = module.register_forward_hook(hook, with_kwargs=True)
         self._undo.append(handle.remove)
 
-    def _measured(self, own: nn.Module) -> Callable[..., object]:
+    def _measured(self, own: nn.Module, path: str) -> Callable[..., object]:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: object) -> None:  # noqa: ANN401
             if self._errors is not None and isinstance(output, Tensor):
-                self._errors.add(output, own(*args, **kwargs))
+                errors = self._errors.setdefault(path, OutputErrors())
+                errors.add(output, own(*args, **kwargs))
 
         return hook
 

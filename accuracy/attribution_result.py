@@ -36,10 +36,12 @@ class UnitDrift:
         kl: KL(reference || reference with this unit of the candidate), on all tokens if the unit is
             `refined`, else on those of the first pass.
         share: Part of the sum of all units' KL in the first pass.
-        error: Median over tokens of the relative error of the unit's outputs on the reference's
-            inputs; None where there is none to take.
-        of_kind: That error over the median of the other units of its kind and encoding; None where
-            fewer than 4 others are.
+        error: Median over tokens of the relative error of a module's output, on the inputs that the
+            reference gives it: of the module of the unit that is furthest from what is usual for
+            its kind; None where there is none to take.
+        of_kind: That error over the median of those of the same module in other blocks with the
+            same encoding; None where fewer than 4 others are.
+        member: Path in the model of that module.
         refined: True if it was run on all tokens.
         noise: KL with noise of the same norm in place of the error; None if it was not run.
         put_back: KL(reference || candidate with this unit of the reference); None likewise.
@@ -50,13 +52,14 @@ class UnitDrift:
     share: float
     error: float | None = None
     of_kind: float | None = None
+    member: str = ""
     refined: bool = False
     noise: KlMean | None = None
     put_back: KlMean | None = None
 
     @property
     def stands_out(self) -> bool:
-        """True if its outputs are off by twice as much as is usual for its kind, or more."""
+        """True if an output of it is off by twice as much as is usual for its kind, or more."""
         return self.of_kind is not None and self.of_kind >= STANDS_OUT
 
     @property

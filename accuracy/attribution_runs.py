@@ -73,12 +73,12 @@ class Measured:
 
     Args:
         kl: KL(reference || variant) of each position, float64 in nats, a batch each.
-        errors: Of the outputs of the exchanged modules; grows only where modules are exchanged in
-            the reference.
+        errors: Of the outputs of the exchanged modules, by path; only of those that are exchanged
+            in the reference.
     """
 
     kl: list[Tensor] = field(default_factory=list)
-    errors: OutputErrors = field(default_factory=OutputErrors)
+    errors: dict[str, OutputErrors] = field(default_factory=dict)
 
     @property
     def positions(self) -> Tensor:

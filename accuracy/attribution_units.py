@@ -59,7 +59,6 @@ class Unit:
     Args:
         name: Checkpoint name, or the names of all members; the path in the model where one place
             holds several modules of the checkpoint (experts).
-        kind: The name without the number of its block; "" for what lies in no block.
         sites: What is exchanged.
         modules: Checkpoint names of what differs in it.
         reference: What the reference holds.
@@ -69,7 +68,6 @@ class Unit:
     """
 
     name: str
-    kind: str
     sites: tuple[Site, ...]
     modules: tuple[str, ...]
     reference: str
@@ -316,7 +314,6 @@ def _unit(
     numbers = [block_number(site.path, cut) for site in sites]
     inside = [number for number in numbers if number is not None]
     name = _name(members, cut, by)
-    start = f"{cut.layers}.{inside[0]}." if cut is not None and len(inside) == len(sites) else ""
     if inside and len(inside) == len(sites):
         first, last = min(inside), max(inside)
     else:
@@ -324,7 +321,6 @@ def _unit(
         first, last = (count - 1 if is_after else 0), count - 1
     return Unit(
         name=name + (f", tied to {', '.join(map(str, tied))}" if tied else ""),
-        kind=name.removeprefix(start) if start else "",
         sites=sites,
         modules=tuple(differences),
         reference=_joined(d.reference for d in differences.values()),
