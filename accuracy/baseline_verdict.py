@@ -274,13 +274,14 @@ def _about_means(
     spread = math.hypot(*(now[name].estimate_db or 0.0 for name in lossy)) / max(len(lossy), 1)
     allowed = max(baseline.tolerances.weight_mean_db, MEAN_SIGMAS * spread)
     yield _mean_gate("weight", changes, allowed)
-    pairs = [
-        (math.hypot(before, added_by_arithmetic), after)
+    changes = [
+        0.0  # was not measured
+        if now[name] is baseline.layers[name]
+        else change_db(math.hypot(before, added_by_arithmetic), after)
         for name in shared
         if (before := baseline.layers[name].output) and (after := now[name].output)
     ]
-    if pairs:
-        changes = [change_db(before, after) for before, after in pairs]
+    if changes:
         yield _mean_gate("output", changes, baseline.tolerances.output_mean_db)
 
 

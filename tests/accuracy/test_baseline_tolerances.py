@@ -193,6 +193,19 @@ def test_what_arithmetic_is_known_to_add_is_no_noise():
     assert not judge(first, broken, dtype="bfloat16").passed
 
 
+def test_arithmetic_adds_nothing_to_layers_that_were_not_measured():
+    """Their errors are the baseline's: they would hide what the others lost in the mean."""
+    small = {name: layer("a", output=0.005, output_median=0.005) for name in NAMES}
+    first = baseline(small)
+    now = dict(first.layers)
+    for name in NAMES[:4]:
+        now[name] = layer("b", output=0.01, output_median=0.006)
+    (gate,) = [gate for gate in judge(first, now, dtype="bfloat16").gates if "outputs" in gate.what]
+    expected = 20 * math.log10(0.01 / math.hypot(0.005, 2.0**-8)) * 4 / 16
+    assert gate.change == pytest.approx(expected)
+    assert gate.failed
+
+
 def test_repeats_are_in_the_file(tmp_path):
     repeats = Repeats(
         runs=("1 x bfloat16 arithmetic",),
