@@ -17,6 +17,7 @@ from quantload.accuracy.layer_ranking import (
     ranked_layers,
     standing_apart,
 )
+from quantload.accuracy.router_overlap import RouterOverlap
 from quantload.cli_output import console, make_table
 from quantload.errors import counted, listed
 from quantload.quant.metrics import ErrorSums
@@ -146,6 +147,12 @@ def summary_lines(comparison: ModelComparison) -> list[str]:
     if values:
         mean = sum(values) / len(values)
         lines.append(f"mean SQNR of the weights that differ: {mean:.2f} dB")
+    if comparison.structure is not None and comparison.structure.quantized_bits:
+        bits = comparison.structure
+        lines.append(
+            f"stored bits a weight: {bits.bits:.2f}, the reference's {bits.reference_bits:.2f}; of "
+            f"quantized weights {bits.quantized_bits:.2f}"
+        )
     others = sum(row.is_plain for row in comparison.layers)
     if others:
         lines.append(f"{others} other tensors differ")
@@ -202,6 +209,13 @@ def _about_running(comparison: ModelComparison) -> list[str]:
             f"`{worst.path}` adds most to the hidden states, "
             f"{100 * worst.injected.relative:.3f} %; "
             f"{100 * last.propagated.relative:.3f} % have gathered after `{last.path}`"
+        )
+    if comparison.routers:
+        path, worst_router = min(comparison.routers.items(), key=lambda pair: pair[1].share)
+        mean = sum(comparison.routers.values(), RouterOverlap()).share
+        lines.append(
+            f"routers make {100 * mean:.2f} % of the reference's choices of experts, least in "
+            f"`{path}`: {100 * worst_router.share:.2f} %"
         )
     if comparison.unseen:
         lines.append(f"not exercised, no token reached: {listed(comparison.unseen)}")

@@ -16,6 +16,7 @@ from quantload.accuracy.compare import LayerComparison, ModelComparison
 from quantload.accuracy.html_pages import listed_all, number, percent, render, sortable
 from quantload.accuracy.html_parts import Cell, Column, Row
 from quantload.accuracy.layer_ranking import RankedLayer, place_of, ranked_layers, standing_apart
+from quantload.errors import counted
 from quantload.quant.metrics import ErrorSums
 
 _HISTOGRAMS = 8
@@ -50,7 +51,10 @@ def comparison_page(comparison: ModelComparison, *, reference: str, candidate: s
         rows=[_layer_row(layer, columns) for layer in layers],
         expert_columns=_EXPERT_COLUMNS,
         experts=_expert_rows(layers, few=set(comparison.few), unseen=set(comparison.unseen)),
-        unseen=len(comparison.unseen),
+        router_columns=_ROUTER_COLUMNS,
+        routers=_router_rows(comparison),
+        structure_columns=_STRUCTURE_COLUMNS,
+        structure=_structure_rows(comparison),
     )
 
 
@@ -69,6 +73,7 @@ def _lines(
         ("Encodings", _encodings(comparison), False),
         *(("Fails", text, True) for text in bad[:_FAILURES]),
         ("Fail too", f"{max(len(bad) - _FAILURES, 0) or ''}", True),
+        ("Limits", ", ".join(comparison.limits), False),
         ("Only in the reference", listed_all(comparison.only_in_reference), True),
         ("Only in the candidate", listed_all(comparison.only_in_candidate), False),
         ("Far above the other layers of its type", "; ".join(standing), False),
@@ -92,20 +97,19 @@ def _encodings(comparison: ModelComparison) -> str:
 
 def _facts(comparison: ModelComparison) -> list[tuple[str, str, str]]:
     """Return (name, number, what belongs to it)."""
-    weights = [row for row in comparison.layers if row.weight and not row.is_plain]
-    changed = [row for row in weights if row.differs]
-    values = [row.weight.sqnr_db for row in changed if row.weight and not row.problem]
-    facts = [("Weights that differ", f"{len(changed)} of {len(weights)}", "")]
-    if values:
-        facts.append(("Mean SQNR of those", f"{sum(values) / len(values):.2f} dB", ""))
+    facts = [*_about_bits(comparison), *_about_weights(comparison)]
     end = comparison.end
+    if comparison.tokens is not None:
+        tokens = comparison.tokens
+        of = f"in {counted(tokens.sequences, 'sequence')}, sha256 {tokens.sha256[:12]}"
+        facts.append(("Tokens", str(tokens.count), of))
     if end is None:
         return facts
+    kl = [end.kl_quantile(fraction) for fraction in (0.5, 0.99, 0.999)]
     facts += [
-        ("Tokens", f"{end.num_tokens}", ""),
         ("KL, mean", f"{end.kl_mean:.4f}", f"\u00b1 {end.kl_standard_error:.4f} nats"),
-        ("KL, median", f"{end.kl_quantile(0.5):.4f}", "nats"),
-        ("KL, p99", f"{end.kl_quantile(0.99):.4f}", f"p99.9 {end.kl_quantile(0.999):.4f}"),
+        ("KL, median", f"{kl[0]:.4f}", "nats"),
+        ("KL, p99", f"{kl[1]:.4f}", f"p99.9 {kl[2]:.4f} nats"),
         (
             "Same first token",
             f"{100 * end.top1:.2f} %",
@@ -123,6 +127,26 @@ def _facts(comparison: ModelComparison) -> list[tuple[str, str, str]]:
     return facts
 
 
+def _about_bits(comparison: ModelComparison) -> list[tuple[str, str, str]]:
+    structure = comparison.structure
+    if structure is None:
+        return []
+    more = f"was {structure.reference_bits:.2f}"
+    if structure.quantized_bits:
+        more += f"; of quantized weights {structure.quantized_bits:.2f}"
+    return [("Stored bits a weight", f"{structure.bits:.2f}", more)]
+
+
+def _about_weights(comparison: ModelComparison) -> list[tuple[str, str, str]]:
+    weights = [row for row in comparison.layers if row.weight and not row.is_plain]
+    if not weights:
+        return []
+    changed = [row for row in weights if row.differs]
+    values = [row.weight.sqnr_db for row in changed if row.weight and not row.problem]
+    mean = f"mean SQNR {sum(values) / len(values):.2f} dB" if values else ""
+    return [("Weights that differ", f"{len(changed)} of {len(weights)}", mean)]
+
+
 # -- tables ----------------------------------------------------------------------------------------
 
 _LAYER = Column(name="layer", is_text=True)
@@ -131,6 +155,7 @@ _WEIGHT_DB = Column(name="weight dB", hint="SQNR of the weight")
 _OUTPUT = Column(name="output", hint="relative L2 error of the output on the reference's input")
 _MEDIAN = Column(name="median", hint="median over tokens of the output's relative error")
 _OUTPUT_DB = Column(name="output dB", hint="SQNR of the output on the reference's input")
+_INPUT = Column(name="input", hint="error of the output by rounding the layer's input alone")
 _TOKENS = Column(name="tokens", hint="tokens that reached it")
 _SHARE = Column(name="share", hint="part of the sum of squared relative errors")
 _OVER = Column(name="over type", hint="above the mean of the other layers of its projection")
@@ -152,6 +177,7 @@ def _columns(layers: Sequence[RankedLayer]) -> list[Column]:
     return [
         *[_LAYER, _WEIGHT, _WEIGHT_DB],
         *([_OUTPUT, _MEDIAN, _OUTPUT_DB] if has_output else []),
+        *([_INPUT] if any(_input(layer) for layer in layers) else []),
         *([_TOKENS] if differ_in_tokens else []),
         *[_SHARE, _OVER, _Z],
         *([_STEPS] if any(_max_steps(layer) is not None for layer in layers) else []),
@@ -159,6 +185,11 @@ def _columns(layers: Sequence[RankedLayer]) -> list[Column]:
         *([_ROW] if any(layer.worst.worst_row is not None for layer in layers) else []),
         _HOLDS,
     ]
+
+
+def _input(layer: RankedLayer) -> ErrorSums | None:
+    found = [row.input for row in layer.rows if row.input is not None]
+    return sum(found, ErrorSums()) if found else None
 
 
 def _max_steps(layer: RankedLayer) -> float | None:
@@ -173,6 +204,7 @@ def _layer_row(layer: RankedLayer, columns: Sequence[Column]) -> Row:
         _LAYER: Cell(text=layer.name, more=_why(layer)),
         **_error_cells(layer.weight, layer.output, layer.output_median),
         _TOKENS: _cell(float(layer.tokens) if layer.output else None, ".0f"),
+        _INPUT: _relative(_input(layer)),
         _SHARE: Cell(text=percent(layer.share, 2), sort=sortable(layer.share)),
         _OVER: _cell(layer.over_type_db, "+.2f"),
         _Z: _cell(layer.z, "+.1f"),
@@ -257,6 +289,59 @@ def _expert_row(row: LayerComparison, *, is_few: bool, is_unseen: bool) -> Row:
         _NOTE: Cell(text=note),
     }
     return Row(cells=[cells[column] for column in _EXPERT_COLUMNS], is_bad=bool(why))
+
+
+_ROUTER_COLUMNS = [
+    Column(name="experts", is_text=True),
+    Column(name="same choices", hint="of the reference's choices, those that the candidate made"),
+    Column(name="tokens"),
+]
+
+
+def _router_rows(comparison: ModelComparison) -> list[Row]:
+    found = sorted(comparison.routers.items(), key=lambda pair: pair[1].share)
+    return [
+        Row(
+            cells=[
+                Cell(text=path),
+                Cell(text=percent(same.share, 2), sort=sortable(same.share)),
+                _cell(float(same.tokens), ".0f"),
+            ]
+        )
+        for path, same in found
+    ]
+
+
+_STRUCTURE_COLUMNS = [
+    _LAYER,
+    Column(name="shape", is_text=True),
+    Column(name="bits", hint="stored bits a weight, with scales, zero points and padding"),
+    Column(name="reference's bits"),
+    _HOLDS,
+    Column(name="reference holds", is_text=True),
+]
+
+
+def _structure_rows(comparison: ModelComparison) -> list[Row]:
+    """Return what both hold, where nothing else was measured."""
+    if comparison.structure is None or comparison.layers:
+        return []
+    skipped = set(comparison.structure.skipped)
+    return [
+        Row(
+            cells=[
+                Cell(text=layer.module, more=layer.problem or why),
+                Cell(text="x".join(map(str, layer.shape))),
+                _cell(layer.bits, ".2f"),
+                _cell(layer.reference_bits, ".2f"),
+                Cell(text=layer.candidate),
+                Cell(text=layer.reference),
+            ],
+            is_bad=bool(layer.problem or why),
+        )
+        for layer in comparison.structure.layers
+        for why in ("in full precision, although its like are not" * (layer.module in skipped),)
+    ]
 
 
 __all__ = ["comparison_page"]

@@ -13,10 +13,18 @@ import pytest
 import torch
 from read_page import Page, assert_self_contained
 
-from quantload.accuracy.compare import BlockComparison, LayerComparison, ModelComparison
+from quantload.accuracy.compare import (
+    BlockComparison,
+    ComparedTokens,
+    Exceeded,
+    LayerComparison,
+    ModelComparison,
+)
 from quantload.accuracy.end_metrics import EndMetrics
 from quantload.accuracy.html_distributions import kl_bins
 from quantload.accuracy.html_report import comparison_page
+from quantload.accuracy.router_overlap import RouterOverlap
+from quantload.accuracy.structure import LayerStructure, StructureComparison
 from quantload.accuracy.weight_rounding import Rounding
 from quantload.quant.metrics import ErrorSums
 
@@ -228,6 +236,59 @@ def test_what_the_numbers_do_not_say_is_written(comparison):
         "Outputs that could not be compared: model.layers.9",
     ):
         assert text in page.shown
+    assert_self_contained(page)
+
+
+def test_routers_inputs_tokens_and_limits(comparison):
+    rows = tuple(replace(row, input=sums(0.02)) for row in comparison.layers[:2])
+    page = page_of(
+        replace(
+            comparison,
+            layers=rows,
+            routers={"a.experts": RouterOverlap(8, 16, 12), "b.<experts>": RouterOverlap(8, 16, 4)},
+            tokens=ComparedTokens(sha256="0123456789abcdef", count=512, sequences=2),
+            limits=("layer.sqnr<15",),
+            exceeded=(Exceeded(limit="kl.mean>0.05", where="", value=0.5),),
+        )
+    )
+    routers = page.tables["router-table"]
+    assert routers.sort_keys("same choices") == {"b.<experts>": 0.25, "a.experts": 0.75}
+    assert page.tables["layer-table"].sort_keys("input") == {row.module: 0.02 for row in rows}
+    assert "512 in 2 sequences, sha256 0123456789ab" in page.shown
+    assert "Limits: layer.sqnr<15" in page.shown
+    assert "Fails: `kl.mean>0.05`: 0.5" in page.shown
+    assert "FAILED" in page.ids["verdict"]
+
+
+def test_the_structure_alone():
+    def held(module, bits, **more):
+        names = {"weight": f"{module}.weight"}
+        return LayerStructure(
+            module=module,
+            shape=(8, 4),
+            reference="BF16",
+            candidate="W4<>",
+            reference_bits=16.0,
+            bits=bits,
+            reference_tensors=names,
+            tensors=names,
+            **more,
+        )
+
+    structure = StructureComparison(
+        layers=(held("a", 4.25), held("b", 16.0), held("c", 4.5, problem="scales <0>")),
+        reference_bits=16.0,
+        bits=8.5,
+        quantized_bits=4.375,
+        skipped=("b",),
+    )
+    page = page_of(ModelComparison(layers=(), structure=structure, tier="structure"))
+    table = page.tables["structure-table"]
+    assert table.sort_keys("bits") == {"a": 4.25, "b": 16.0, "c": 4.5}
+    assert table.bad == [False, True, True]
+    assert table.notes["c"] == "scales <0>"
+    assert set(page.sections) == {"structure"}
+    assert "8.50 was 16.00; of quantized weights 4.38" in page.shown
     assert_self_contained(page)
 
 
