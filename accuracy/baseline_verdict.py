@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from quantload.accuracy.baseline import Baseline, LayerBaseline
 from quantload.accuracy.baseline_tolerances import LAYER_SIGMAS, MEAN_SIGMAS, Tolerances
-from quantload.errors import NotComparable, listed
+from quantload.errors import NotComparable, counted, listed
 
 _STEPS_MORE, _BLOCK_MORE = 0.05, 4.0
 _TINY = 1e-12  # a relative error that counts as none
@@ -318,7 +318,7 @@ def about_blocks(baseline: Baseline, now: Mapping[str, float], *, dtype: str) ->
     allowed = baseline.tolerances.block_median_db
     worse = [path for path, change in changes.items() if change > allowed]
     shown = worse[0] if worse else max(changes, key=lambda path: changes[path])
-    others = f", and after {len(worse) - 1} later blocks" if len(worse) > 1 else ""
+    others = f", and after {counted(len(worse) - 1, 'later block')}" if len(worse) > 1 else ""
     yield Gate(
         what="blocks",
         change=changes[shown],

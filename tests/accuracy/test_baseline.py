@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from quantload import api, api_baseline
 from quantload.accuracy.baseline import LayerBaseline, baseline_text, read_baseline
 from quantload.accuracy.baseline_tolerances import Tolerances
-from quantload.accuracy.baseline_verdict import about_end, change_db, judge
+from quantload.accuracy.baseline_verdict import about_blocks, about_end, change_db, judge
 from quantload.accuracy.value_digest import value_digest
 from quantload.errors import BaselineError, NotComparable, OutputError
 
@@ -106,6 +106,44 @@ def test_another_scheme_or_reference_is_not_comparable(made, tmp_path):
     stranger = tiny.llama(tmp_path / "stranger", seed=5, hidden=64, intermediate=128)
     with pytest.raises(NotComparable, match="has digest"):
         api_baseline.check_baseline(broken, file, reference=stranger)
+
+
+def test_another_scheme_of_equal_weights_is_not_comparable(made, tmp_path):
+    """Digests are of weights: that inputs are not rounded any more does not show in them."""
+    source, *_ = made
+    output = api.convert(source, tmp_path / "w8a8", "W8A8").folder
+    file = tmp_path / "baseline.json"
+    api_baseline.write_baseline(source, output, file)
+    other = changed(tmp_path / "w8a16", output, lambda tensors: None)
+    content = json.loads((other / "config.json").read_text())
+    (group,) = content["quantization_config"]["config_groups"].values()
+    group["input_activations"] = None
+    (other / "config.json").write_text(json.dumps(content))
+    with pytest.raises(NotComparable, match="is `W8A16:channel`, in the baseline it is `W8A8`"):
+        api_baseline.check_baseline(other, file)
+
+
+def test_a_block_that_drifts_further_fails(made):
+    *_, file = made
+    baseline = replace(read_baseline(file), blocks={"a.0": 0.1, "a.1": 0.1, "a.2": 0.1})
+    same = {"a.0": 0.1, "a.1": 0.105, "a.2": 0.09}
+    (gate,) = about_blocks(baseline, same, dtype="float32")
+    assert not gate.failed
+    (gate,) = about_blocks(baseline, same | {"a.1": 0.11, "a.2": 0.12}, dtype="float32")
+    assert gate.failed
+    assert "after `a.1`" in gate.text
+    assert "after 1 later block" in gate.text
+    assert gate.change == pytest.approx(0.828, abs=1e-3)
+
+
+def test_only_some_layers_are_looked_at_and_the_others_kept(made, tmp_path):
+    source, output, file = made
+    broken = changed(tmp_path / "broken", output, double_scale)
+    report = api_baseline.check_baseline(broken, file, reference=source, only="*.layers.0.*")
+    assert report.passed
+    assert report.now.layers.keys() == read_baseline(file).layers.keys()
+    with pytest.raises(BaselineError, match="matches no layer"):
+        api_baseline.check_baseline(output, file, only="nothing")
 
 
 def test_layers_that_came_or_went_fail(made):
