@@ -10,14 +10,15 @@ from quantload.quant.compiled_jit import Kernel, in_any_order
 
 @in_any_order
 def _sum_row(values, target):
-    noise = signal = largest = 0.0
+    noise = signal = 0.0
+    largest = np.int64(0)  # of floats without sign, as integers: several are compared at a time
     for k in range(values.size):
         wanted = np.float64(target[k])
-        error = np.float64(values[k]) - wanted
+        error = abs(np.float64(values[k]) - wanted)
         noise += error * error
         signal += wanted * wanted
-        largest = max(largest, abs(error))
-    return noise, signal, largest
+        largest = max(largest, np.float64(error).view(np.int64))
+    return noise, signal, np.int64(largest).view(np.float64)
 
 
 def _sum_rows(values, target, sums):
@@ -28,12 +29,12 @@ def _sum_rows(values, target, sums):
         target: [n, K] float32 or uint16, what they are compared with.
         sums: Noise is not finite where a value of either is not.
     """
-    found = np.empty(values.shape[1], np.float32)
-    wanted = np.empty(values.shape[1], np.float32)
+    columns = values.shape[1]
+    found, wanted = np.empty(columns, np.float32), np.empty(columns, np.float32)
     for n in range(values.shape[0]):
         widen(values[n], found)
         widen(target[n], wanted)
-        sums[n] = _sum_row(found, wanted)
+        sums[n, 0], sums[n, 1], sums[n, 2] = _sum_row(found, wanted)
 
 
 sum_rows = Kernel(_sum_rows)
