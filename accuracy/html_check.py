@@ -11,22 +11,26 @@ from quantload.accuracy.html_charts import depth_axis
 from quantload.accuracy.html_pages import chart, drawn, listed_all, number, render, sortable
 from quantload.accuracy.html_parts import Cell, Column, Figure, LegendEntry, Part, Row
 from quantload.accuracy.layer_ranking import Place, place_of
-from quantload.accuracy.svg_axes import linear_axis
+from quantload.accuracy.svg_axes import Axis
 from quantload.accuracy.svg_charts import FULL, Series, line_chart, swatch
 from quantload.errors import counted
 
 _WORST = 10
 _LARGEST_DB = 60.0  # a chart's ends: an error that was none before has no dB at all
+_LINEAR_DB = 0.01  # around 0, where the axis of changes is linear; beyond it is logarithmic
+_TICKS_DB = (0.0, 0.1, 1.0, 10.0, _LARGEST_DB)
 
-_COLUMNS = [
+_COLUMNS = (
     Column(name="layer", is_text=True),
     Column(name="before", hint="relative L2 error of the weight in the baseline"),
     Column(name="now", hint="relative L2 error of the weight"),
     Column(name="change dB", hint="by how much its worst gated error grew"),
     Column(name="tolerance dB", hint="by how much it may grow"),
+)
+_OUTPUT_COLUMNS = (
     Column(name="output before", hint="median over tokens of the output's relative error"),
     Column(name="output now", hint="the same now"),
-]
+)
 
 
 def check_page(
@@ -42,6 +46,9 @@ def check_page(
         strict: Layers that are better than the baseline fail too.
     """
     worst = report.worst(len(report.layers))
+    has_output = any(layer.now.output_median is not None for layer in worst)
+    columns = (*_COLUMNS, *(_OUTPUT_COLUMNS if has_output else ()))
+    rows = [_row(layer, len(columns)) for layer in worst]
     return render(
         "check.html.j2",
         version=__version__,
@@ -52,9 +59,9 @@ def check_page(
         facts=_facts(report),
         lines=_lines(report, strict=strict),
         depth=_by_depth(report.layers),
-        columns=_COLUMNS,
-        worst=[_row(layer) for layer in worst[:_WORST]],
-        rest=[_row(layer) for layer in worst[_WORST:]],
+        columns=columns,
+        worst=rows[:_WORST],
+        rest=rows[_WORST:],
     )
 
 
@@ -104,7 +111,7 @@ def _lines(report: BaselineReport, *, strict: bool) -> list[tuple[str, bool]]:
     return lines
 
 
-def _row(layer: LayerVerdict) -> Row:
+def _row(layer: LayerVerdict, columns: int) -> Row:
     why = layer.failure or ("better: the baseline can be tightened" if layer.is_better else "")
     before, now = layer.before, layer.now
     cells = [
@@ -116,7 +123,7 @@ def _row(layer: LayerVerdict) -> Row:
         _error(before.output_median),
         _error(now.output_median),
     ]
-    return Row(cells=cells, is_bad=bool(layer.failure))
+    return Row(cells=cells[:columns], is_bad=bool(layer.failure))
 
 
 def _error(value: float | None, *, is_about: bool = False) -> Cell:
@@ -135,7 +142,7 @@ def _by_depth(layers: Sequence[LayerVerdict]) -> Part:
     series = [
         Series(
             points=[
-                (float(place.depth or 0), _clipped(layer.change_db), _tooltip(layer))
+                (float(place.depth or 0), _height(layer.change_db), _tooltip(layer))
                 for place, layer in sorted(deep, key=lambda pair: pair[0].depth or 0)
                 if place.kind == kind
             ],
@@ -146,15 +153,15 @@ def _by_depth(layers: Sequence[LayerVerdict]) -> Part:
     tolerances = {layer.tolerance_db for _, layer in deep}
     tolerance = min(tolerances)
     which = "tolerance" if len(tolerances) == 1 else "smallest tolerance"
-    values = [0.0, tolerance, *(y for one in series for _, y, _ in one.points)]
+    values = [_height(tolerance), *(y for one in series for _, y, _ in one.points)]
     shown = chart(
         lambda size: line_chart(
             series,
             x=depth_axis([x for one in series for x, _, _ in one.points]),
-            y=linear_axis("change, dB", values),
+            y=_change_axis(values),
             title="Change of the error in dB by number of block, one line a projection type",
             size=size,
-            limits=[(tolerance, f"{which} {tolerance:.3g} dB")],
+            limits=[(_height(tolerance), f"{which} {tolerance:.3g} dB")],
         ),
         wide_size=FULL,
     )
@@ -183,8 +190,20 @@ def _of_blocks(layers: Sequence[LayerVerdict]) -> list[tuple[Place, LayerVerdict
     return list(found.values())
 
 
-def _clipped(db: float) -> float:
-    return db if math.isnan(db) else min(max(db, -_LARGEST_DB), _LARGEST_DB)
+def _height(db: float) -> float:
+    """Return where a change lies on its axis, which shows 0.02 dB as well as 20."""
+    size = min(abs(db), _LARGEST_DB)
+    return math.copysign(math.log10(1 + size / _LINEAR_DB), db)
+
+
+def _change_axis(heights: Sequence[float]) -> Axis:
+    """Return the axis that holds some heights: it ends at ticks."""
+    all_ticks = sorted({*_TICKS_DB, *(-tick for tick in _TICKS_DB)})
+    low = max(tick for tick in all_ticks if _height(tick) <= min(0.0, *heights) + 1e-9)
+    high = min(tick for tick in all_ticks if _height(tick) >= max(0.0, *heights) - 1e-9)
+    ticks = [(_height(tick), f"{tick:+g}") for tick in all_ticks if low <= tick <= high]
+    ticks = [(at, "0" if at == 0 else text) for at, text in ticks]
+    return Axis(label="change, dB (logarithmic)", low=_height(low), high=_height(high), ticks=ticks)
 
 
 def _tooltip(layer: LayerVerdict) -> str:

@@ -12,7 +12,7 @@ from read_page import Page, assert_self_contained
 from safetensors.torch import load_file, save_file
 
 from quantload import api, api_baseline
-from quantload.accuracy.html_check import check_page
+from quantload.accuracy.html_check import _change_axis, _height, check_page
 from quantload.cli import main
 
 UP = "model.layers.{}.mlp.up_proj"
@@ -65,6 +65,7 @@ def test_numbers_are_the_reports(report):
         assert table.notes[name] == verdict.failure
         assert f"{name}: {verdict.change_db:+.3f} dB, may grow by" in page.sections["depth"]
     assert table.bad == [True] * 4
+    assert "output now" not in table.heads  # no tokens
     assert page.figures == {"depth": 2}
     assert "tolerance 0.02 dB" in page.sections["depth"]
 
@@ -127,6 +128,20 @@ def test_errors_that_were_none_before_stay_in_the_chart(report):
     page = page_of(replace(report, layers=layers))
     assert "1 beyond 60 dB are drawn there" in page.sections["depth"]
     assert "+999.000 dB" in page.sections["depth"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "low", "high"),
+    [([0.003], "0", "+0.1"), ([-0.5, 2.0], "-1", "+10"), ([999.0], "0", "+60")],
+)
+def test_the_axis_of_changes_shows_small_and_large_ones(changes, low, high):
+    """Ticks lie where heights of their numbers lie, in order, and hold every change."""
+    axis = _change_axis([_height(change) for change in changes])
+    assert (axis.ticks[0][1], axis.ticks[-1][1]) == (low, high)
+    assert [at for at, _ in axis.ticks] == [_height(float(text)) for _, text in axis.ticks]
+    assert [at for at, _ in axis.ticks] == sorted(at for at, _ in axis.ticks)
+    assert all(axis.low <= _height(change) <= axis.high for change in changes)
+    assert _height(0.02) - _height(0.0) > 0.1 * (_height(20.0) - _height(0.0))
 
 
 def test_the_command_writes_it(folders, tmp_path):
