@@ -16,7 +16,7 @@ Sequences of one length go together; nothing is ever padded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -34,6 +34,7 @@ from quantload.layers.experts_surgery import note_on
 from quantload.layers.meta_model import TransformersModel, build_on_meta, output_head, tied_names
 from quantload.layers.pipeline import PipelineCut, find_cut
 from quantload.layers.preparation import PreparedModel, prepare, without_inputs
+from quantload.layers.probe import probe
 from quantload.layers.replacement import put
 from quantload.layers.siblings import is_plain_linear
 from quantload.layers.surgery import finish
@@ -331,9 +332,28 @@ def _cut_of(model: TransformersModel) -> tuple[PipelineCut | None, str]:
     for one, two in tied_names(model).items():
         if block_of(one, cut) != block_of(two, cut):
             return None, f"`{one}` and `{two}` are one parameter"
+    if reason := _why_not_past_layers(model, cut):
+        return None, reason
     head = output_head(model)
     is_known = head is None or is_plain_linear(head)
     return (cut if is_known else replace(cut, head="")), ""
+
+
+def _why_not_past_layers(model: TransformersModel, cut: PipelineCut) -> str:
+    """Say why the model does not run where its layers let hidden states through; "" if it does."""
+    layers = model.get_submodule(cut.layers)
+    assert isinstance(layers, nn.ModuleList), f"{cut.layers} is a list of layers"
+    own = list(layers)
+    for number, layer in enumerate(own):
+        layers[number] = DoneLayer(layer, returned=cut.returned[number])
+    try:
+        probe(model, nullcontext)
+    except Exception as error:  # noqa: BLE001 - code of models raises anything
+        return f"its code asks its layers for more than hidden states: {error}"
+    finally:
+        for number, layer in enumerate(own):
+            layers[number] = layer
+    return ""
 
 
 def _watchable_experts(model: TransformersModel, dtype: torch.dtype) -> Iterator[tuple[str, str]]:

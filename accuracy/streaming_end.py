@@ -168,6 +168,11 @@ class _GivenLogits(nn.Module):
         self.out_features = getattr(head, "out_features", 0)
         self.logits = torch.empty(0)
 
+    @property
+    def weight(self) -> Tensor:
+        """Nothing, in the dtype and on the device of the weight: what code of models asks for."""
+        return self.logits[:0]
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits that are known, whatever x [..., K] is."""
         del x

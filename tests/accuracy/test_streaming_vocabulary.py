@@ -6,6 +6,7 @@ import pytest
 import tiny_checkpoints as tiny
 import torch
 from safetensors.torch import load_file
+from tiny_architectures import architectures, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -251,3 +252,24 @@ def test_the_gradient_through_a_head_in_the_file(tmp_path, dtype):
     (head(one) ** 2).sum().backward()
     (nn.functional.linear(two, weight) ** 2).sum().backward()
     torch.testing.assert_close(one.grad, two.grad)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "xmod"])
+def test_other_ways_to_write_a_model(tmp_path, kind):
+    """Mamba asks its head for the dtype of the weight, X-MOD its layers for their parts."""
+    model = tiny_model(kind, architectures()[kind]).eval()
+    model.save_pretrained(tmp_path / "m")
+    ids = torch.tensor([[5, 9, 2, 7]])
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    streamed, state = opened(tmp_path / "m"), None
+    for block in streamed.blocks(apart=True):
+        state = block.step(ids, state)
+    if kind == "xmod":
+        assert "asks its layers for more than hidden states" in streamed.why_whole
+        found = state
+    else:
+        end = streamed.end()
+        assert end.is_per_token(ids)
+        found = end.logits(ids, end.head_inputs(ids, state))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
