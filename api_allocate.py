@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +12,13 @@ import torch
 
 from quantload.accuracy.plain_choices import in_order, order_by_kind, uniform
 from quantload.accuracy.score_table import Cost, Score, ScoreTable
-from quantload.accuracy.scoring import KEEP, HowToScore, score_layers
+from quantload.accuracy.scoring import KEEP, HowToScore, score_layers, scored_at
 from quantload.accuracy.statistics import source_digest
 from quantload.api_load import parse_device
 from quantload.api_plan import inspect, plan
 from quantload.errors import ConfigError
 from quantload.loader.model_dtype import parse_dtype
+from quantload.loader.plan import Plan
 from quantload.loader.quantized_view import quantized_view
 from quantload.loader.source import Source
 from quantload.progress import Progress, Silent
@@ -53,7 +54,8 @@ class Allocation:
 
     Args:
         best: The mix with the least KL; the first if none was run.
-        mixes: All that were tried: by scores, by a rule of layers' kinds, and uniform.
+        mixes: All that were tried: by scores, by a rule of layers' kinds, uniform and, where
+            effects do not add up, by gradients again, at the first of these.
         predicted: Sum of the scores of the mix by scores: with "gradient" and "kl" an estimate of
             its KL, in nats a token.
         curve: (bits a weight, sum of scores) of all budgets that are spent to the last bit.
@@ -177,38 +179,28 @@ def allocate_schemes(  # noqa: PLR0913 - a keyword for each choice of the user
         trust_remote_code=trust_remote_code,
     )
     told = progress or Silent()
-    table = (
-        _scored(opened, names, usable[:half], how, told)
-        if scores is None
-        else _checked(scores, opened, names)
-    )
-    found = _choices(table, bits, cost)
-    mixes = tuple(
-        Mix(name=name, schemes=mix, bits_per_weight=table.bits_per_weight(mix, cost))
-        for name, mix in found.items()
-    )
+    run = _Run(opened, names, usable[:half], usable[half:], how, told)
+    table = run.scored() if scores is None else _checked(scores, opened, names)
+    mixes = [_mix(name, of, table, cost) for name, of in _choices(table, bits, cost).items()]
     if verify:
-        judge = _Judge(opened, usable[half:], how, told)
-        mixes = tuple(judge.judged(mix) for mix in mixes)
-    return Allocation(
+        mixes = [run.judged(mix) for mix in mixes]
+    found = Allocation(
         best=min(mixes, key=lambda mix: mix.kl_mean or 0.0) if verify else mixes[0],
-        mixes=mixes,
+        mixes=tuple(mixes),
         predicted=table.predicted(mixes[0].schemes),
         curve=tuple(table.curve(cost)),
         table=table,
     )
+    if found.adds_up or score != "gradient" or not half:
+        return found
+    again = run.scored_at(mixes[0], table).solve(bits, cost)
+    last = run.judged(_mix("by gradients at the mix", again, table, cost))
+    best = min(found.best, last, key=lambda mix: mix.kl_mean or 0.0)
+    return replace(found, best=best, mixes=(*found.mixes, last))
 
 
-def _scored(
-    source: Source,
-    names: Sequence[str],
-    sequences: Sequence[Sequence[int]],
-    how: HowToScore,
-    progress: Progress,
-) -> ScoreTable:
-    trust = how.trust_remote_code
-    plans = {name: plan(source, name, trust_remote_code=trust) for name in names if name != KEEP}
-    return score_layers(source, plans, sequences, how, progress, keep=KEEP in names)
+def _mix(name: str, schemes: Mapping[str, str], table: ScoreTable, cost: Cost) -> Mix:
+    return Mix(name=name, schemes=schemes, bits_per_weight=table.bits_per_weight(schemes, cost))
 
 
 def _checked(scores: ScoreTable, source: Source, names: Sequence[str]) -> ScoreTable:
@@ -236,13 +228,50 @@ def _choices(table: ScoreTable, bits: float, cost: Cost) -> dict[str, dict[str, 
 
 
 @dataclass(frozen=True)
-class _Judge:
-    """Measures mixes on tokens that no score has seen."""
+class _Run:
+    """Runs the checkpoint.
+
+    Args:
+        source: The checkpoint.
+        names: Of the schemes.
+        scoring: Token ids that score.
+        judging: Token ids that judge, which no score has seen.
+        how: How.
+        progress: Is told what is done.
+    """
 
     source: Source
-    sequences: Sequence[Sequence[int]]
+    names: Sequence[str]
+    scoring: Sequence[Sequence[int]]
+    judging: Sequence[Sequence[int]]
     how: HowToScore
     progress: Progress
+
+    def _plans(self) -> dict[str, Plan]:
+        trust = self.how.trust_remote_code
+        names = [name for name in self.names if name != KEEP]
+        return {name: plan(self.source, name, trust_remote_code=trust) for name in names}
+
+    def scored(self) -> ScoreTable:
+        """Return the scores of all layers."""
+        is_kept = KEEP in self.names
+        plans = self._plans()
+        return score_layers(self.source, plans, self.scoring, self.how, self.progress, keep=is_kept)
+
+    def scored_at(self, mix: Mix, table: ScoreTable) -> ScoreTable:
+        """Return the scores on top of a mix."""
+        mixed, plans = self._view(mix), self._plans()
+        return scored_at(
+            mix.schemes, mixed, self.source, plans, table, self.scoring, self.how, self.progress
+        )
+
+    def _view(self, mix: Mix) -> Source:
+        rules = {_rule_of(m): scheme for m, scheme in mix.schemes.items() if scheme != KEEP}
+        if not rules:
+            return self.source
+        trust = self.how.trust_remote_code
+        made = plan(self.source, None, rules=rules, trust_remote_code=trust)
+        return quantized_view(made, device=self.how.device)
 
     def judged(self, mix: Mix) -> Mix:
         """Return a mix with its KL."""
@@ -251,26 +280,19 @@ class _Judge:
         from quantload.accuracy.streaming import open_streamed
         from quantload.accuracy.streaming_tokens import batches_of, check_sequences
 
-        rules = {_rule_of(m): scheme for m, scheme in mix.schemes.items() if scheme != KEEP}
-        trust, device = self.how.trust_remote_code, self.how.device
-        view = self.source
-        if rules:
-            made = plan(self.source, None, rules=rules, trust_remote_code=trust)
-            view = quantized_view(made, device=device)
-        opens = partial(open_streamed, device=device, dtype=self.how.dtype, trust_remote_code=trust)
-        models = opens(self.source), opens(view, round_inputs=True)
-        check_sequences(models[0].model, self.sequences)
-        batches = batches_of(self.sequences, _BATCH_TOKENS)
+        opens = partial(
+            open_streamed,
+            device=self.how.device,
+            dtype=self.how.dtype,
+            trust_remote_code=self.how.trust_remote_code,
+        )
+        models = opens(self.source), opens(self._view(mix), round_inputs=True)
+        check_sequences(models[0].model, self.judging)
+        batches = batches_of(self.judging, _BATCH_TOKENS)
         phase = f"KL {mix.name}"
         found = run_variants(*models, [CANDIDATE], batches, self.progress, phase=phase)
         kl = found[CANDIDATE].positions
-        return Mix(
-            **{
-                **vars(mix),
-                "kl_mean": float(kl.mean()),
-                "kl_standard_error": standard_error(kl),
-            }
-        )
+        return replace(mix, kl_mean=float(kl.mean()), kl_standard_error=standard_error(kl))
 
 
 __all__ = ["ADDITIVE", "Allocation", "Mix", "allocate_schemes"]

@@ -12,9 +12,10 @@ in proportion to others of its kind, see `weight_scores.py`, and says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +31,9 @@ from quantload.loader.source import Source
 from quantload.mappers.expert_layouts import text_config
 from quantload.mappers.facts import expert_blocks
 from quantload.progress import Progress
+
+if TYPE_CHECKING:
+    from quantload.accuracy.streaming import StreamedModel
 
 KEEP = "keep"
 _CPU = torch.device("cpu")
@@ -110,6 +114,61 @@ def score_layers(
     )
 
 
+def scored_at(  # noqa: PLR0913 - all that a score needs
+    mix: Mapping[str, str],
+    mixed: Source,
+    source: Source,
+    plans: Mapping[str, Plan],
+    table: ScoreTable,
+    sequences: Sequence[Sequence[int]],
+    how: HowToScore,
+    progress: Progress,
+) -> ScoreTable:
+    """Score again at a mix: what changes of single groups cost where the others are quantized.
+
+    A change from one scheme to another costs the slope of KL(reference || mix) along it and, by
+    itself, what the larger of the two costs at the reference. Scores of a group's scheme at the mix
+    are zero points of its own: only differences mean anything.
+
+    Args:
+        mix: Scheme of each module.
+        mixed: The checkpoint in it.
+        source: The checkpoint.
+        plans: A plan with one scheme for everything, by name of the scheme.
+        table: Scores at the reference, by gradients.
+        sequences: Token ids that scored.
+        how: How.
+        progress: Is told what is done.
+    """
+    from quantload.accuracy.sensitivity import slopes
+
+    views = {name: quantized_view(made, device=how.device) for name, made in plans.items()}
+    candidates = {name: _opens(view, how, round_inputs=True) for name, view in views.items()}
+    reference = _opens(source, how, round_inputs=False)
+    if KEEP in table.schemes:
+        candidates[KEEP] = reference
+    found = slopes(
+        _opens(mixed, how, round_inputs=False),
+        reference,
+        candidates,
+        list(table.rows),
+        sequences,
+        progress,
+    )
+    rows = {}
+    for module, row in table.rows.items():
+        slope, own = found.scores.get(module), mix[module]
+        scores = {}
+        for name, score in row.scores.items():
+            if slope is None:
+                scores[name] = score
+            else:
+                itself = 0.0 if name == own else max(score, row.scores[own])
+                scores[name] = slope[name] - slope[own] + itself
+        rows[module] = replace(row, scores=scores)
+    return replace(table, rows=rows)
+
+
 def _row(
     rows: Mapping[str, PlanRow],
     scores: Mapping[str, float],
@@ -179,20 +238,8 @@ def _measured(
     how: HowToScore,
     progress: Progress,
 ) -> tuple[Scores, dict[str, str]]:
-    from quantload.accuracy.streaming import open_streamed  # transformers: seconds
-
-    def opens(opened: Source, *, round_inputs: bool):  # type: ignore[no-untyped-def]  # noqa: ANN202
-        return partial(
-            open_streamed,
-            opened,
-            device=how.device,
-            dtype=how.dtype,
-            round_inputs=round_inputs,
-            trust_remote_code=how.trust_remote_code,
-        )
-
-    reference = opens(source, round_inputs=False)
-    candidates = {name: opens(view, round_inputs=True) for name, view in views.items()}
+    reference = _opens(source, how, round_inputs=False)
+    candidates = {name: _opens(view, how, round_inputs=True) for name, view in views.items()}
     modules = [module for group in groups for module in group]
     estimated: dict[str, str] = {}
     if how.score == "kl":
@@ -222,6 +269,19 @@ def _measured(
     return scores, estimated
 
 
+def _opens(source: Source, how: HowToScore, *, round_inputs: bool) -> Callable[[], StreamedModel]:
+    from quantload.accuracy.streaming import open_streamed  # transformers: seconds
+
+    return partial(
+        open_streamed,
+        source,
+        device=how.device,
+        dtype=how.dtype,
+        round_inputs=round_inputs,
+        trust_remote_code=how.trust_remote_code,
+    )
+
+
 def _errors(
     source: Source, views: Mapping[str, Source], progress: Progress, modules: Sequence[str]
 ) -> Scores:
@@ -239,4 +299,4 @@ def _tell(estimated: Mapping[str, str]) -> None:
         )
 
 
-__all__ = ["KEEP", "HowToScore", "active_shares", "score_layers"]
+__all__ = ["KEEP", "HowToScore", "active_shares", "score_layers", "scored_at"]

@@ -15,49 +15,26 @@ scored on the tokens that the reference routes to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from quantload.accuracy.output_columns import ALONE, Columns, output_columns
+from quantload.accuracy.change_sums import ChangeSums, Scores, Sensitivity
 from quantload.accuracy.scoring_memory import check_memory, scoring_bytes
 from quantload.accuracy.streaming import StreamedModel
 from quantload.accuracy.streaming_backwards import BackwardBlock, backwards, run_forward
 from quantload.accuracy.streaming_tokens import batches_of, check_sequences
 from quantload.errors import ConfigError, ModelError
-from quantload.layers.experts import FusedExperts
-from quantload.layers.experts_grouped import Groups
 from quantload.progress import Progress
 
-Scores = dict[str, dict[str, float]]  # by module and scheme
 Labels = Literal["text", "sampled"]
 Open = Callable[[], StreamedModel]
 _BATCH_TOKENS = 512
 _LOSS_TOKENS = 256  # whose distributions are in work at a time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sensitivity:
-    """What each scheme costs in each layer.
-
-    Args:
-        scores: Estimated KL in nats a token, by module and scheme; of layers whose outputs could be
-            seen and that a token reached.
-        tokens: Tokens that reached each module.
-        unseen: Modules that no token reached: experts to which none was routed.
-        hidden: Modules whose outputs cannot be told apart in the model.
-        num_tokens: Tokens that were run.
-    """
-
-    scores: Scores
-    tokens: Mapping[str, int]
-    unseen: tuple[str, ...]
-    hidden: tuple[str, ...]
-    num_tokens: int
 
 
 def gradient_scores(
@@ -88,58 +65,140 @@ def gradient_scores(
     usable = [ids for ids in sequences if len(ids) > 1]
     if not usable:
         raise ConfigError("no sequence has two tokens", hint="give a longer text")
-    model = reference()
-    check_sequences(model.model, usable)
-    batches = batches_of(usable, _BATCH_TOKENS)
-    needed = scoring_bytes(
-        model,
-        candidates=len(candidates),
-        num_tokens=sum(map(len, usable)),
-        batch_tokens=max(ids.numel() for ids in batches),
-    )
-    check_memory(model, needed)
-    phase = f"scores, about {sum(needed) / 2**30:.1f} GiB"
-    progress.start(phase, total=2 * model.num_blocks, unit="blocks")
-    kept = run_forward(model, batches, done=lambda: progress.advance(1))
-    progress.advance(1)
-    model, others = reference(), {name: opened() for name, opened in candidates.items()}
-    for name, other in others.items():
-        if (other.num_blocks, other.cut is None) != (model.num_blocks, model.cut is None):
-            raise ModelError(f"blocks of the model differ under `{name}`")
-    sums = _Sums(next(iter(others.values())), modules)
-    loss = _Loss(labels, torch.Generator().manual_seed(seed))
-    gradients: list[Tensor | None] = [None] * len(batches)
-    ways = [backwards(model, kept.returned)]
-    ways += [
-        backwards(other, kept.returned, outside=sums.reach_outside) for other in others.values()
-    ]
-    for blocks in zip(*ways, strict=True):
-        block, twins = blocks[0], dict(zip(others, blocks[1:], strict=True))
-        for place, ids in enumerate(batches):
-            state = kept.entering[block.number][place]
-            with sums.scoring(block, {name: twin.modules for name, twin in twins.items()}):
-                gradients[place] = _step(block, ids, state, gradients[place], loss)
-        progress.advance(1, note=block.path)
-    progress.finish()
-    return sums.result(sum(map(len, usable)))
+    way = _Way(reference, candidates, batches_of(usable, _BATCH_TOKENS), progress)
+    loss = _NextToken(labels, torch.Generator().manual_seed(seed))
+    return way.back("scores", modules, loss, is_signed=False)
+
+
+def slopes(
+    mix: Open,
+    reference: Open,
+    candidates: Mapping[str, Open],
+    modules: Sequence[str],
+    sequences: Sequence[Sequence[int]],
+    progress: Progress,
+) -> Sensitivity:
+    """Say by how much KL(reference || mix) grows where one module of a mix gets another scheme.
+
+    That is sum g * (Y' - Y) over its outputs, a token, g being the gradient of that KL at the mix:
+    what the errors of all other layers make of the change is in it, which scores at the reference
+    leave out. It is of first order: what the change does by itself comes on top.
+
+    Args:
+        mix: Opens the model in which each module has a scheme of its own, inputs not rounded.
+        reference: Opens the reference.
+        candidates: As for `gradient_scores`.
+        modules: As for `gradient_scores`.
+        sequences: Token ids.
+        progress: Advances by blocks.
+
+    Raises:
+        QuantloadError: As `gradient_scores`.
+    """
+    batches = batches_of(sequences, _BATCH_TOKENS)
+    way = _Way(mix, candidates, batches, progress)
+    teacher = _Teacher(reference, batches)
+    return way.back("scores at the mix", modules, teacher, is_signed=True)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Forward and back through the blocks of a model, with the same blocks in other schemes.
+
+    Args:
+        opened: Opens the model.
+        candidates: Opens it in a scheme, by name.
+        batches: [B, T] token ids each.
+        progress: Advances by blocks.
+    """
+
+    opened: Open
+    candidates: Mapping[str, Open]
+    batches: Sequence[Tensor]
+    progress: Progress
+
+    def back(
+        self, phase: str, modules: Sequence[str], loss: _Loss, *, is_signed: bool
+    ) -> Sensitivity:
+        """Score modules.
+
+        Args:
+            phase: What the progress is of.
+            modules: Which.
+            loss: Gives the gradient at the logits.
+            is_signed: Sum products of gradient and change, instead of their squares.
+        """
+        model, num_tokens = self.opened(), sum(ids.numel() for ids in self.batches)
+        check_sequences(model.model, [row for ids in self.batches for row in ids.tolist()])
+        self._start(model, phase, num_tokens)
+        kept = run_forward(model, self.batches, done=lambda: self.progress.advance(1))
+        self.progress.advance(1)
+        model, others = self.opened(), {name: make() for name, make in self.candidates.items()}
+        for name, other in others.items():
+            if (other.num_blocks, other.cut is None) != (model.num_blocks, model.cut is None):
+                raise ModelError(f"blocks of the model differ under `{name}`")
+        sums = ChangeSums(next(iter(others.values())), modules, is_signed=is_signed)
+        gradients: list[Tensor | None] = [None] * len(self.batches)
+        ways = [backwards(model, kept.returned)]
+        ways += [backwards(o, kept.returned, outside=sums.reach_outside) for o in others.values()]
+        for block, *rest in zip(*ways, strict=True):
+            twins = {name: twin.modules for name, twin in zip(others, rest, strict=True)}
+            for place, ids in enumerate(self.batches):
+                state = kept.entering[block.number][place]
+                with sums.scoring(block, twins):
+                    at_end = partial(loss.gradient, ids=ids, place=place)
+                    gradients[place] = _step(block, ids, state, gradients[place], at_end)
+            self.progress.advance(1, note=block.path)
+        self.progress.finish()
+        return sums.result(num_tokens)
+
+    def _start(self, model: StreamedModel, phase: str, num_tokens: int) -> None:
+        needed = scoring_bytes(
+            model,
+            candidates=len(self.candidates) + 1,  # what a loss may hold
+            num_tokens=num_tokens,
+            batch_tokens=max(ids.numel() for ids in self.batches),
+        )
+        check_memory(model, needed)
+        about = f"{phase}, about {sum(needed) / 2**30:.1f} GiB"
+        self.progress.start(about, total=2 * model.num_blocks, unit="blocks")
 
 
 def _step(
-    block: BackwardBlock, ids: Tensor, state: Tensor | None, gradient: Tensor | None, loss: _Loss
+    block: BackwardBlock,
+    ids: Tensor,
+    state: Tensor | None,
+    gradient: Tensor | None,
+    at_end: Callable[[Tensor], Tensor],
 ) -> Tensor | None:
-    """Run a batch forward and back through a block; returns the gradient of what enters it."""
+    """Run a batch forward and back through a block; returns the gradient of what enters it.
+
+    Args:
+        block: The block.
+        ids: [B, T].
+        state: What enters it, or None.
+        gradient: Gradient of what comes out of it; None of the last block.
+        at_end: Gives that from logits.
+    """
     if state is not None:
         state = state.detach().requires_grad_()
     result = block.forward(ids, state)
     if gradient is None:
-        gradient = loss.gradient(result.detach(), ids)
+        gradient = at_end(result.detach())
     result.backward(gradient.to(result.device, result.dtype))  # type: ignore[no-untyped-call]
     return None if state is None else state.grad
 
 
+class _Loss(Protocol):
+    """Gives the gradient of a loss that is summed over tokens."""
+
+    def gradient(self, logits: Tensor, *, ids: Tensor, place: int) -> Tensor:
+        """Return the gradient [B, T, V] for logits [B, T, V] of the batch `ids` [B, T]."""
+
+
 @dataclass
-class _Loss:
-    """Cross-entropy of next tokens, summed.
+class _NextToken:
+    """Cross-entropy of next tokens.
 
     Args:
         labels: Which.
@@ -150,11 +209,9 @@ class _Loss:
     generator: torch.Generator
 
     @torch.no_grad()
-    def gradient(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Return the gradient [B, T, V] of the loss for logits [B, T, V] and ids [B, T].
-
-        It is softmax(logits) - onehot(label), and 0 where there is no label.
-        """
+    def gradient(self, logits: Tensor, *, ids: Tensor, place: int) -> Tensor:
+        """Return softmax(logits) - onehot(label), and 0 where there is no label."""
+        del place
         result = torch.empty_like(logits)
         for row, out, text in zip(logits, result, ids, strict=True):
             for start in range(0, len(text), _LOSS_TOKENS):
@@ -170,153 +227,29 @@ class _Loss:
         return result
 
 
-@dataclass
-class _Layer:
-    """What is known of one layer's outputs.
+class _Teacher:
+    """KL(reference || model).
 
     Args:
-        columns: Which weights compute them.
-        sums: [E, N] float64 of squared products, by scheme; E = 1 for a layer of its own.
-        tokens: Of each expert.
+        reference: Opens the reference.
+        batches: [B, T] token ids each.
     """
 
-    columns: list[Columns]
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
-
-
-class _Sums:
-    """Sums of (gradient * change)^2 for each output feature of each layer.
-
-    Args:
-        model: One of the candidates, not loaded: knows where each weight's outputs are.
-        modules: What is scored.
-    """
-
-    def __init__(self, model: StreamedModel, modules: Sequence[str]) -> None:
-        self._modules = list(modules)
-        self._layers: dict[str, _Layer] = {}
-        for columns in output_columns(model, modules):
-            self._layers.setdefault(columns.path, _Layer([])).columns.append(columns)
-        start = f"{model.cut.layers}." if model.cut is not None else ""
-        self.reach_outside = any(not path.startswith(start) for path in self._layers)
-
-    @contextmanager
-    def scoring(
-        self, block: BackwardBlock, twins: Mapping[str, Mapping[str, nn.Module]]
-    ) -> Iterator[None]:
-        """Score the layers of a block while it runs; `twins` are those of each scheme."""
-        handles: list[Any] = []
-        for path, layer in self._layers.items():
-            others = {name: _Twin.of(path, modules) for name, modules in twins.items()}
-            found = {name: twin for name, twin in others.items() if twin is not None}
-            if path in block.modules and len(found) == len(twins):
-                outer = block.modules.get(path.rpartition(".")[0])
-                skips_zeros = isinstance(outer, FusedExperts) and not outer.layout.is_routed
-                hook = _hook(layer, found, skips_zeros=skips_zeros)
-                handles.append(block.modules[path].register_forward_hook(hook))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def result(self, num_tokens: int) -> Sensitivity:
-        """Return the scores of all modules."""
-        scores: Scores = {}
-        tokens: dict[str, int] = {}
-        known: set[str] = set()
-        for layer in self._layers.values():
-            for columns in layer.columns:
-                known.add(columns.module)
-                row = 0 if columns.expert == ALONE else columns.expert
-                count = layer.tokens.get(row, 0)
-                tokens[columns.module] = tokens.get(columns.module, 0) + count
-                if not count:
-                    continue
-                of = scores.setdefault(columns.module, dict.fromkeys(layer.sums, 0.0))
-                for name, sums in layer.sums.items():
-                    part = float(sums[row, columns.start : columns.stop].sum())
-                    of[name] += part / (2 * num_tokens)
-        wrong = [m for m, of in scores.items() if any(v != v or v > 1e300 for v in of.values())]
-        if wrong:
-            raise ModelError(
-                f"the scores of `{wrong[0]}` are not finite, nor those of {len(wrong) - 1} others",
-                hint="run in another dtype, for example float32",
-            )
-        return Sensitivity(
-            scores=scores,
-            tokens=tokens,
-            unseen=tuple(m for m in self._modules if m in known and not tokens[m]),
-            hidden=tuple(m for m in self._modules if m not in known),
-            num_tokens=num_tokens,
-        )
-
-
-@dataclass(frozen=True)
-class _Twin:
-    """A layer of a candidate.
-
-    Args:
-        module: Its product.
-        rounding: Rounds the rows first: `FusedExperts` keeps that of `down` beside the product.
-    """
-
-    module: nn.Module
-    rounding: Callable[[Tensor], Tensor] | None
-
-    @classmethod
-    def of(cls, path: str, modules: Mapping[str, nn.Module]) -> _Twin | None:
-        """Return the layer at a path; None if there is none."""
-        if path not in modules:
-            return None
-        outer, _, name = path.rpartition(".")
-        experts = modules.get(outer)
-        if isinstance(experts, FusedExperts) and name == f"{experts.layout.down.leaf}_experts":
-            return cls(modules[path], experts.round_down)
-        return cls(modules[path], None)
+    def __init__(self, reference: Open, batches: Sequence[Tensor]) -> None:
+        self._kept = run_forward(reference(), batches, done=lambda: None)
+        self._last = next(backwards(reference(), self._kept.returned))
 
     @torch.no_grad()
-    def __call__(self, x: Tensor, *groups: Groups) -> Tensor:
-        """Return its outputs."""
-        result: Tensor = self.module(x if self.rounding is None else self.rounding(x), *groups)
+    def gradient(self, logits: Tensor, *, ids: Tensor, place: int) -> Tensor:
+        """Return softmax(logits) - softmax(logits of the reference)."""
+        state = self._kept.entering[self._last.number][place]
+        expected = self._last.forward(ids, state).detach()
+        result = torch.empty_like(logits)
+        for row, out, wanted in zip(logits, result, expected, strict=True):
+            for start in range(0, len(row), _LOSS_TOKENS):
+                part = slice(start, start + _LOSS_TOKENS)
+                out[part] = row[part].float().softmax(-1) - wanted[part].float().softmax(-1)
         return result
 
 
-def _hook(layer: _Layer, twins: Mapping[str, _Twin], *, skips_zeros: bool) -> Any:  # noqa: ANN401
-    """Return a forward hook that scores a layer when the gradient of its output comes.
-
-    Args:
-        layer: Where sums go.
-        twins: The layer under each scheme.
-        skips_zeros: Rows of zeros are tokens of other experts.
-    """
-
-    def watch(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        x, groups = args[0].detach(), [arg for arg in args[1:] if isinstance(arg, Groups)]
-        if torch.is_grad_enabled() and output.requires_grad and x.numel():
-            values = output.detach()
-            output.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: score(x, groups, values, gradient)
-            )
-
-    @torch.no_grad()
-    def score(x: Tensor, groups: list[Groups], output: Tensor, gradient: Tensor) -> None:
-        flat = gradient.flatten(0, -2).float()
-        counts = groups[0].counts if groups else [len(flat)]
-        rest = len(flat) - sum(counts)  # rows of no expert
-        for expert, part in enumerate(torch.split(x.flatten(0, -2), [*counts, rest])[:-1]):
-            number = int(part.ne(0).any(dim=-1).sum()) if skips_zeros else len(part)
-            layer.tokens[expert] = layer.tokens.get(expert, 0) + number
-        for name, twin in twins.items():
-            change = (twin(x, *groups) - output).flatten(0, -2).float()
-            squares = (flat * change).double().square()
-            empty = squares.new_zeros(len(counts), squares.shape[-1])
-            total = layer.sums.setdefault(name, empty)
-            for expert, part in enumerate(torch.split(squares, [*counts, rest])[:-1]):
-                total[expert] += part.sum(dim=0)
-
-    return watch
-
-
-__all__ = ["Labels", "Open", "Scores", "Sensitivity", "gradient_scores"]
+__all__ = ["Labels", "Open", "Scores", "Sensitivity", "gradient_scores", "slopes"]

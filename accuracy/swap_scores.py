@@ -87,7 +87,6 @@ def _units(
         is_inside = len(inside) == len(numbers)
         units[group] = Unit(
             name=group[0],
-            kind="",
             sites=tuple(Site(path) for path in paths),
             modules=group,
             reference="",

@@ -252,3 +252,17 @@ def test_active_bits_count_experts_by_the_share_of_tokens(tmp_path):
     assert active.best.bits_per_weight == pytest.approx(bits / elements)
     assert active.best.bits_per_weight <= 6.2
     assert stored.table.rows == active.table.rows
+
+
+def test_where_effects_do_not_add_up_the_mix_is_scored_again(source, monkeypatch):
+    kwargs = {"bits": 6.5, "schemes": (*SCHEMES, "keep"), "sequences": SEQUENCES, "device": "cpu"}
+    plain = allocate_schemes(source, **kwargs)
+    monkeypatch.setattr("quantload.api_allocate.ADDITIVE", (0.0, 0.0))
+    found = allocate_schemes(source, **kwargs)
+    assert found.mixes[:3] == plain.mixes
+    *_, last = found.mixes
+    assert last.name == "by gradients at the mix"
+    assert last.bits_per_weight <= 6.5
+    assert found.best.kl_mean == min(mix.kl_mean for mix in found.mixes)
+    for group in found.table.groups:
+        assert len({last.schemes[module] for module in group}) == 1

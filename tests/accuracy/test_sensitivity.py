@@ -8,13 +8,14 @@ from functools import partial
 import pytest
 import tiny_checkpoints as tiny
 import torch
+from tiny_architectures import architectures, tiny_model
 from tiny_moe import tiny_moe
 from transformers import AutoModelForCausalLM
 
 from quantload import api
 from quantload.accuracy import scoring_memory
 from quantload.accuracy.scoring_memory import scoring_bytes
-from quantload.accuracy.sensitivity import gradient_scores
+from quantload.accuracy.sensitivity import gradient_scores, slopes
 from quantload.accuracy.streaming import open_streamed
 from quantload.errors import ConfigError
 from quantload.loader.experts import apart_as_in
@@ -45,7 +46,7 @@ def with_addends(model, paths, seen, addends):
     """Add a dummy to each layer's output: its gradient is that of the output."""
 
     def hook(_, args, output, *, path):
-        seen[path] = args[0].detach()[0]
+        seen[path] = args[0].detach()[0].clone()  # models may add to it later
         addends[path] = torch.zeros_like(output, requires_grad=True)
         return output + addends[path]
 
@@ -81,6 +82,68 @@ def test_scores_of_linear_layers(tmp_path, scheme):
         assert found.tokens[m] == TOKENS
     assert not found.unseen
     assert not found.hidden
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ["phi3", "falcon"])
+def test_scores_of_rows_that_are_fused_on_disk(tmp_path, model_type):
+    """Falcon adds attention in place to what its last layer returned: not part of the change."""
+    model = tiny_model(model_type, architectures()[model_type]).float()
+    model.save_pretrained(tmp_path / "source")
+    found, source, view, modules = scores_of(tmp_path / "source", "W4A16:g32")
+    model.requires_grad_(False)
+    expected = dict.fromkeys(modules, 0.0)
+    for ids in SEQUENCES:
+        seen, addends = {}, {}
+        handles = with_addends(model, modules, seen, addends)
+        logits = model(input_ids=torch.tensor([ids])).logits[0]
+        labels = torch.tensor(ids[1:])
+        torch.nn.functional.cross_entropy(logits[:-1], labels, reduction="sum").backward()
+        for handle in handles:
+            handle.remove()
+        for m in modules:
+            change = view.read_dense(m, torch.float32) - source.read_dense(m, torch.float32)
+            products = addends[m].grad[0] * (seen[m] @ change.t())
+            expected[m] += float(products.double().square().sum())
+    assert any("qkv" in m or "query_key_value" in m for m in modules)
+    for m in modules:
+        assert found.scores[m]["W4A16:g32"] == pytest.approx(expected[m] / (2 * TOKENS), rel=1e-3)
+
+
+def mean_kl(reference, logits_of):
+    total = 0.0
+    for ids in SEQUENCES:
+        p = torch.log_softmax(reference(torch.tensor([ids])).logits[0].double(), -1)
+        q = torch.log_softmax(logits_of(torch.tensor([ids])).logits[0].double(), -1)
+        total += float((p.exp() * (p - q)).sum())
+    return total / TOKENS
+
+
+def test_slopes_are_derivatives_of_the_kl(tmp_path):
+    """Oracle: central differences along the change of one weight."""
+    folder = tiny.llama(tmp_path / "source", dtype=torch.float32)
+    source = api.inspect(folder)
+    low, high = (quantized_view(api.plan(source, scheme)) for scheme in ("W4A16:g32", "W8A16:g32"))
+    modules = [m for m in low.weights if low.weights[m].is_quantized]
+    candidates = {"low": opened(low), "high": opened(high)}
+    found = slopes(opened(low), opened(source), candidates, modules, SEQUENCES, Silent())
+    load = partial(AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float64)
+    reference, mix = load(), load()
+    with torch.no_grad():
+        for m in modules:
+            mix.get_submodule(m).weight.copy_(low.read_dense(m, torch.float64))
+        for m in modules:
+            assert abs(found.scores[m]["low"]) < 1e-9
+            weight = mix.get_submodule(m).weight
+            before = weight.clone()
+            change = high.read_dense(m, torch.float64) - before
+            kls = []
+            for step in (1e-3, -1e-3):
+                weight.copy_(before + step * change)
+                kls.append(mean_kl(reference, mix))
+            weight.copy_(before)
+            expected = (kls[0] - kls[1]) / 2e-3
+            assert found.scores[m]["high"] == pytest.approx(expected, rel=2e-2, abs=2e-7)
 
 
 def expert_oracle(folder, source, view, modules, sequences):
@@ -170,10 +233,10 @@ def test_too_few_tokens(tmp_path):
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     folder = tiny.llama(tmp_path / "source", dtype=torch.float32)
     source = api.inspect(folder)
-    needed = scoring_bytes(opened(source)(), candidates=1, num_tokens=10, batch_tokens=6)
+    needed = scoring_bytes(opened(source)(), candidates=2, num_tokens=10, batch_tokens=6)
     weights = (
         4
-        * 2
+        * 3
         * sum(
             source.weights[m].shape[0] * source.weights[m].shape[1]
             for m in source.weights
