@@ -201,7 +201,7 @@ def _hook(layer: _Layer, twins: Mapping[str, _Twin], *, skips_zeros: bool, is_si
             products = products if is_signed else products.square()
             empty = products.new_zeros(len(sizes) - 1, products.shape[-1])
             total = layer.sums.setdefault(name, empty)
-            for expert, part in enumerate(torch.split(products, sizes)[:-1]):
+            for expert, part in enumerate(torch.split(products, list(sizes))[:-1]):
                 total[expert] += part.sum(dim=0)
 
     return watch
