@@ -147,7 +147,10 @@ def summary_lines(found: Attribution) -> list[str]:
         lines.append(found.leaders)
     if found.standing_out:
         named = [f"{row.member} ({_times(row.of_kind)})" for row in found.standing_out]
-        lines.append(f"outputs are off by more than is usual for their kind: {listed(named)}")
+        lines.append(
+            f"outputs that are off by more than is usual for their kind: {listed(named)}; those "
+            "that show at the output come first"
+        )
     if found.nothing:
         lines.append(
             f"exchanging nothing gave KL {found.nothing:.3g}, expected 0: smaller numbers say "
@@ -215,6 +218,7 @@ def attribution_json(found: Attribution) -> dict[str, Any]:
                 "times_its_kind": row.of_kind,
                 "of_module": row.member,
                 "stands_out": row.stands_out,
+                "suspect": row.is_suspect,
                 "noise": _kl_json(row.noise),
                 "put_back": _kl_json(row.put_back),
                 "gone_if_put_back": found.removed(row),

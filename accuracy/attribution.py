@@ -8,9 +8,12 @@
                       put back   KL(reference || candidate with the reference's unit): how much of
                                  the drift goes away?
 
-Units are ranked by their KL: by what they do to the output. A unit that loses little there is not
-first, however broken; so the error of each module's output on the reference's inputs is held
-against those of the same module in other blocks, and what stands out is named beside the ranking.
+Units are ranked by their KL: by what they do to the output. Of a candidate of few bits the most
+sensitive layer, quantized as well as can be, may do more than a fault elsewhere. So the error of
+each module's output on the reference's inputs is held against those of the same module in other
+blocks. What is off by twice as much, and has a hundredth of the sum of all effects, is a suspect,
+and comes before all that is not. What does less to the output is named, but not moved: such faults
+are for `compare` to find.
 
 Effects add where KL(reference || candidate) is about the sum of the single ones; where the ratio is
 outside 0.7 to 1.4 they do not, and shares are of the sum, not of the drift. Exchanging nothing has
@@ -233,18 +236,18 @@ def _ranked(
     means = {unit: _mean(found[_swap(unit)]) for unit in units}
     errors = {unit: _errors(found[_swap(unit)]) for unit in units}
     usual = _Usual(errors, cut)
-    total = sum(mean.mean for mean in means.values())
+    total = sum(mean.mean for mean in means.values() if math.isfinite(mean.mean))
     rows = [
         usual.noted(UnitDrift(unit=unit, kl=mean, share=_ratio(mean.mean, total)))
         for unit, mean in means.items()
     ]
-    return sorted(rows, key=lambda row: -row.kl.mean)
+    return sorted(rows, key=lambda row: row.rank, reverse=True)
 
 
 def _ratio(part: float, whole: float) -> float:
     if math.isinf(part):
         return 1.0
-    return part / whole if whole and math.isfinite(whole) else 0.0
+    return part / whole if whole else 0.0
 
 
 def _errors(found: Measured) -> dict[str, float]:
@@ -329,7 +332,7 @@ def _with_second(
                 put_back=_mean(found[Variant("candidate", row.unit)]),
             )
         )
-    better.sort(key=lambda row: -row.kl.mean)
+    better.sort(key=lambda row: row.rank, reverse=True)
     return [*better, *(row for row in rows if row.unit not in asked)]
 
 

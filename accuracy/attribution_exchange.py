@@ -85,7 +85,7 @@ class Exchange:
                 break
         else:
             raise ModelError(f"`{site}` is no tensor of the model")
-        tables: dict[str, Any] = table  # type: ignore[assignment]
+        tables: dict[str, Any] = table
         before, value = tables[site.leaf], getattr(other, site.leaf)
         if isinstance(before, nn.Parameter) and not isinstance(value, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)

@@ -9,6 +9,7 @@ from quantload.accuracy.attribution_units import By, Unit
 
 ADDITIVE = (0.7, 1.4)  # ratios of the whole KL to the sum of the parts at which effects add
 STANDS_OUT = 2.0  # times the median of its kind
+MATTERS = 0.01  # share of the sum of all effects from which on what stands out is a suspect
 CLEAR = 3.0  # standard errors between two units that are told apart
 
 
@@ -63,6 +64,16 @@ class UnitDrift:
         return self.of_kind is not None and self.of_kind >= STANDS_OUT
 
     @property
+    def is_suspect(self) -> bool:
+        """True if it stands out, and shows at the output: usual rounding does not explain it."""
+        return self.stands_out and self.share >= MATTERS
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """What it is ranked by, the largest first: no number, then suspects, then KL."""
+        return math.isinf(self.kl.mean), self.is_suspect, self.kl.mean
+
+    @property
     def noise_ratio(self) -> float | None:
         """KL of the error over that of noise: above 1 its direction makes it worse."""
         return None if self.noise is None or not self.noise.mean else self.kl.mean / self.noise.mean
@@ -73,7 +84,8 @@ class Attribution:
     """What causes the drift of a candidate.
 
     Args:
-        units: The largest KL first: those that ran on all tokens, then the others.
+        units: Suspects, then the others, the largest KL first: those that ran on all tokens, then
+            those that did not.
         by: What was exchanged at once.
         whole: KL(reference || candidate) on all tokens.
         whole_first: The same on the tokens of the first pass.
@@ -122,8 +134,8 @@ class Attribution:
 
     @property
     def leaders(self) -> str:
-        """How clearly the first is ahead of the second, in words; "" if either is alone."""
-        if self.lead is None:
+        """How clearly the first is ahead of the second, in words; "" if KL has not decided that."""
+        if self.lead is None or self.units[0].is_suspect != self.units[1].is_suspect:
             return ""
         names = " and ".join(f"`{row.unit.name}`" for row in self.units[:2])
         if not self.lead > CLEAR:

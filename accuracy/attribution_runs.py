@@ -252,7 +252,8 @@ class _Chain:
 
     def _along_the_batch(self, states: Sequence[Tensor], step: _Step) -> Sequence[Tensor]:
         ids = step.ids.repeat(len(states), 1)
-        return _result(step.block.step(ids, torch.cat(list(states)))).split(step.ids.shape[0])
+        result = _result(step.block.step(ids, torch.cat(list(states))))
+        return torch.split(result, step.ids.shape[0])
 
     def _check_batching(self, variants: Sequence[Variant], step: _Step, alone: Tensor) -> None:
         """See once a block whether the base gives the same bits among others as by itself.

@@ -119,8 +119,9 @@ def find_units(
     """
     differing, equal = _differences(reference.source, candidate.source, progress)
     sites: dict[Site, _Found] = {}
+    places = _Sites(reference, candidate)
     for name, difference in differing.items():
-        for site in dict.fromkeys(_sites_of(name, reference, candidate)):
+        for site in dict.fromkeys(places.of(name)):
             module = name if site.leaf else _module_of(name, reference.source, candidate.source)
             sites.setdefault(site, _Found()).of.setdefault(module, difference)
     return list(_units(sites, reference, candidate, by)), equal
@@ -205,21 +206,24 @@ def _input_of(weight: SourceWeight) -> object:
 # -- where it lies ---------------------------------------------------------------------------------
 
 
-def _sites_of(name: str, reference: StreamedModel, candidate: StreamedModel) -> Iterator[Site]:
-    """Yield what of the models a weight (by module) or another tensor (by name) is part of."""
-    for model in (reference, candidate):
-        experts = split_experts(model.source, unserved=True)
-        source = experts.source
-        if name in source.weights or name in model.source.weights:
-            for path, leaf, _ in places_of(name, model.mapper, experts):
-                yield _site(path, leaf, reference, candidate)
-        elif name in source.plain or name in model.source.plain:
-            module = name.rpartition(".")[0]
-            targets = model.mapper.targets(name) or model.mapper.targets(
-                experts.parameter_of.get(module, name)
-            )
-            for target in targets:
-                yield _site(target.module, target.leaf, reference, candidate)
+class _Sites:
+    """Says what of two models a weight or another tensor of their checkpoints is part of."""
+
+    def __init__(self, reference: StreamedModel, candidate: StreamedModel) -> None:
+        self._models = reference, candidate
+        self._experts = [split_experts(model.source, unserved=True) for model in self._models]
+
+    def of(self, name: str) -> Iterator[Site]:
+        """Yield the sites of a weight (by module), or of another tensor (by its name)."""
+        for model, experts in zip(self._models, self._experts, strict=True):
+            source = experts.source
+            if name in source.weights or name in model.source.weights:
+                for path, leaf, _ in places_of(name, model.mapper, experts):
+                    yield _site(path, leaf, *self._models)
+            elif name in source.plain or name in model.source.plain:
+                parameter = experts.parameter_of.get(name.rpartition(".")[0], name)
+                for target in model.mapper.targets(name) or model.mapper.targets(parameter):
+                    yield _site(target.module, target.leaf, *self._models)
 
 
 def _site(path: str, leaf: str, reference: StreamedModel, candidate: StreamedModel) -> Site:
@@ -227,10 +231,9 @@ def _site(path: str, leaf: str, reference: StreamedModel, candidate: StreamedMod
         modules = [model.model.get_submodule(path) for model in (reference, candidate)]
     except AttributeError as error:
         raise NotComparable(f"`{path}` is not in both models: {error}") from error
-    if all(isinstance(module, FusedExperts) for module in modules):
-        layout = modules[0].layout
-        assert isinstance(modules[0], FusedExperts), "as was just seen"
-        for projection in layout.projections:
+    one, other = modules
+    if isinstance(one, FusedExperts) and isinstance(other, FusedExperts):
+        for projection in one.layout.projections:
             if leaf in (projection.leaf, projection.bias_leaf):
                 return Site(f"{path}.{projection.leaf}_experts")
     is_whole = any(isinstance(module, FusedExperts) for module in modules)

@@ -64,7 +64,7 @@ def _kl(reference: Tensor, p: Tensor, candidate: Tensor) -> Tensor:
     wrong = ~found.isfinite()
     if bool(wrong.any()):
         found[wrong] = kl_divergence(reference[wrong], candidate[wrong]).nan_to_num(nan=math.inf)
-    return found.clamp_(min=0.0)
+    return torch.clamp(found, min=0.0)
 
 
 __all__ = ["ReferenceOutput"]

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from quantload import api, api_bisect
 from quantload.accuracy import attribution, streaming
 from quantload.accuracy.attribution_exchange import Exchange
+from quantload.accuracy.attribution_result import KlMean, UnitDrift
 from quantload.accuracy.attribution_runs import CANDIDATE, couples_tokens, run_variants
 from quantload.accuracy.attribution_units import Site
 from quantload.accuracy.compare_outputs import compare_running
@@ -363,10 +364,7 @@ SCHEMES = ("W4A16:g32", "W4A16_ASYM:g32", "FP8_DYNAMIC", "W8A8")
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_fault_of_a_tiny_model_is_found(tmp_path, scheme):
-    """It alone differs from the unbroken output; against the source it is furthest from its kind.
-
-    No layer of a random model matters much for its output, so that KL says little here.
-    """
+    """It alone differs from the unbroken output; from the source it is furthest of its kind."""
     source = tiny.llama(tmp_path / "source", layers=6)
     output = api.convert(source, tmp_path / "out", scheme).folder
     sequences = [[(7 * i * i + 3 * i) % 96 for i in range(64)]]
@@ -377,13 +375,32 @@ def test_a_fault_of_a_tiny_model_is_found(tmp_path, scheme):
         against_output = bisect(output, folder, sequences, top=1)
         assert [set(row.unit.modules) for row in against_output.units] == [modules], name
         assert against_output.removed(against_output.units[0]) == 1.0, name
-        row = next(r for r in bisect(source, folder, sequences, top=0).standing_out)
-        assert modules <= set(row.unit.modules), name
+        rows = bisect(source, folder, sequences, top=0).units
+        worst = max(rows, key=lambda row: row.of_kind)
+        assert modules <= set(worst.unit.modules), name
+        assert worst.member in modules, name
+        assert worst is rows[0] or not worst.is_suspect, name
 
 
 def test_nothing_stands_out_where_nothing_is_broken(folders):
     found = bisect(*folders, [list(range(90))], top=0, by="layer")
     assert found.standing_out == ()
+
+
+def test_suspects_come_first_and_what_does_not_show_is_not_moved():
+    def row(kl, of_kind, share):
+        mean = KlMean(mean=kl, standard_error=0.0, tokens=9)
+        return UnitDrift(unit=None, kl=mean, share=share, of_kind=of_kind)
+
+    rows = [
+        row(math.inf, None, 1.0),
+        row(0.02, 5.0, 0.02),
+        row(0.5, 1.0, 0.5),
+        row(0.3, None, 0.3),
+        row(0.001, 9.0, 0.001),
+    ]
+    assert sorted(reversed(rows), key=lambda row: row.rank, reverse=True) == rows
+    assert [row.stands_out for row in rows] == [False, True, False, False, True]
 
 
 # -- what cannot be used ---------------------------------------------------------------------------
