@@ -87,12 +87,17 @@ def tokens(vocabulary, *, sequences=8, length=48):
     return torch.randint(3, vocabulary, (sequences, length), generator=generator).tolist()
 
 
-def make(folder, source, scheme, sequences):
+def make(folder, source, scheme, sequences, *, forms=("same", "converted anew", "in small files")):
     small = PlanOptions(max_shard_bytes=40_000)
     candidates = {
-        "same": api.convert(source, folder / "out", scheme).folder,
-        "converted anew": api.convert(source, folder / "anew", scheme).folder,
-        "in small files": api.convert(source, folder / "small", scheme, options=small).folder,
+        form: api.convert(
+            source,
+            folder / form,
+            scheme,
+            verify_output=False,
+            options=small if "small" in form else None,
+        ).folder
+        for form in forms
     }
     file = folder / "baseline.json"
     api_baseline.write_baseline(source, candidates["same"], file, sequences=sequences, device="cpu")
@@ -202,9 +207,10 @@ def test_no_clean_repeat_raises_an_alarm(made, monkeypatch):
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
 def test_smollm2_raises_no_alarm(tmp_path, monkeypatch, scheme):
     source = smollm2_file()
-    made = make(tmp_path, source, scheme, tokens(49_000, sequences=4, length=128))
+    ids = tokens(49_000, sequences=2, length=64)
+    made = make(tmp_path, source, scheme, ids, forms=("same",))
     found, table = [], {}
-    for repeat in (REPEATS[0], REPEATS[1], REPEATS[8]):
+    for repeat in (REPEATS[0], REPEATS[1]):
         with arithmetic(monkeypatch, repeat):
             said, report = alarms(made, repeat)
         found += [(repeat, text) for text in said]
