@@ -181,6 +181,12 @@ def allocate_schemes(  # noqa: PLR0913 - a keyword for each choice of the user
     told = progress or Silent()
     run = _Run(opened, names, usable[:half], usable[half:], how, told)
     table = run.scored() if scores is None else _checked(scores, opened, names)
+    if cost == "active" and all(row.active == 1.0 for row in table.rows.values()):
+        raise ConfigError(
+            "`active` bits are asked for, and no weight is known to meet only some tokens: there "
+            "are no experts, or the config does not say how many a token has",
+            hint="leave out `--cost active`",
+        )
     mixes = [_mix(name, of, table, cost) for name, of in _choices(table, bits, cost).items()]
     if verify:
         mixes = [run.judged(mix) for mix in mixes]

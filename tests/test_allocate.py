@@ -254,6 +254,12 @@ def test_active_bits_count_experts_by_the_share_of_tokens(tmp_path):
     assert stored.table.rows == active.table.rows
 
 
+def test_active_bits_want_experts(source):
+    kwargs = {"bits": 6.5, "schemes": SCHEMES, "score": "weights", "verify": False}
+    with pytest.raises(ConfigError, match="no weight is known to meet only some tokens"):
+        allocate_schemes(source, **kwargs, cost="active", device="cpu")
+
+
 def test_where_effects_do_not_add_up_the_mix_is_scored_again(source, monkeypatch):
     kwargs = {"bits": 6.5, "schemes": (*SCHEMES, "keep"), "sequences": SEQUENCES, "device": "cpu"}
     plain = allocate_schemes(source, **kwargs)
