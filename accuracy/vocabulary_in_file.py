@@ -216,7 +216,11 @@ def leave_in_file(  # noqa: PLR0913 - a keyword for each fact about the model
 
 
 def _size(module: nn.Module) -> int:
-    return int(getattr(module, "num_embeddings", 0)) * int(getattr(module, "embedding_dim", 0))
+    return _number(module, "num_embeddings") * _number(module, "embedding_dim")
+
+
+def _number(module: nn.Module, name: str) -> int:
+    return int(getattr(module, name, 0))
 
 
 class _Known:
@@ -289,7 +293,9 @@ class _Known:
         is_ours = isinstance(module, QuantLinear)
         if stored is None or not (is_ours or is_plain_linear(module)):
             return None
-        if stored.weight.shape != (module.out_features, module.in_features):
+        if stored.weight.shape != tuple(
+            _number(module, n) for n in ("out_features", "in_features")
+        ):
             return None
         others = [job for job in self._jobs.get(path, []) if job.target.leaf != "weight"]
         if any(job.target.leaf != "bias" or job.target.cut or job.weight for job in others):
