@@ -129,7 +129,7 @@ def _confidence_cells(end: EndMetrics) -> list[tuple[str, str, str]]:
     parts = end.by_confidence()
     ends = [*(f"{low:g}" for low, _, _ in parts[1:]), "1"]
     return [
-        (f"{low:g} to {high}", str(count), _number(mean, ".4f", " nats") or "-")
+        (f"{low:g} to {high}", str(count), _number(mean, ".4g", " nats") or "-")
         for (low, count, mean), high in zip(parts, ends, strict=True)
     ]
 
@@ -184,9 +184,9 @@ def _about_outliers(comparison: ModelComparison) -> list[str]:
 
 def _end_lines(end: EndMetrics) -> list[str]:
     return [
-        f"KL(reference || candidate): mean {end.kl_mean:.4f} +- {end.kl_standard_error:.4f} nats, "
-        f"median {end.kl_quantile(0.5):.4f}, p99 {end.kl_quantile(0.99):.4f}, "
-        f"p99.9 {end.kl_quantile(0.999):.4f}, over {end.num_tokens} tokens",
+        f"KL(reference || candidate): mean {end.kl_mean:.4g} +- {end.kl_standard_error:.2g} nats, "
+        f"median {end.kl_quantile(0.5):.4g}, p99 {end.kl_quantile(0.99):.4g}, "
+        f"p99.9 {end.kl_quantile(0.999):.4g}, over {end.num_tokens} tokens",
         f"same first token: {100 * end.top1:.2f} +- {100 * end.top1_standard_error:.2f} %",
         *(
             [

@@ -82,8 +82,8 @@ def _facts(report: BaselineReport) -> list[tuple[str, str, str]]:
     )
     names = {"kl_mean": "KL, mean", "top1": "Same first token"}
     for metric, (mean, error) in now.end.items():
-        was = f", was {before.end[metric][0]:.4f}" if metric in before.end else ""
-        facts.append((names.get(metric, metric), f"{mean:.4f}", f"\u00b1 {error:.4f}{was}"))
+        was = f", was {before.end[metric][0]:.4g}" if metric in before.end else ""
+        facts.append((names.get(metric, metric), f"{mean:.4g}", f"\u00b1 {error:.2g}{was}"))
     return facts
 
 

@@ -52,7 +52,7 @@ def _kl_histogram(end: EndMetrics, positive: Sequence[float]) -> Figure:
         for at, count in bins
     ]
     marks = [
-        (math.log10(value), f"{name} {value:.4f}")
+        (math.log10(value), f"{name} {value:.4g}")
         for name, value in (
             ("median", end.kl_quantile(0.5)),
             ("mean", end.kl_mean),
@@ -88,7 +88,7 @@ def _kl_by_confidence(end: EndMetrics) -> Figure:
             low=float(at),
             high=at + 0.8,
             value=mean if math.isfinite(mean) else -1.0,
-            title=f"probability {low:g} to {high:g}: mean KL {number(mean, '.4f')} nats over "
+            title=f"probability {low:g} to {high:g}: mean KL {number(mean, '.4g')} nats over "
             f"{count} positions",
             label=number(mean, ".3g"),
         )

@@ -107,9 +107,9 @@ def _facts(comparison: ModelComparison) -> list[tuple[str, str, str]]:
         return facts
     kl = [end.kl_quantile(fraction) for fraction in (0.5, 0.99, 0.999)]
     facts += [
-        ("KL, mean", f"{end.kl_mean:.4f}", f"\u00b1 {end.kl_standard_error:.4f} nats"),
-        ("KL, median", f"{kl[0]:.4f}", "nats"),
-        ("KL, p99", f"{kl[1]:.4f}", f"p99.9 {kl[2]:.4f} nats"),
+        ("KL, mean", f"{end.kl_mean:.4g}", f"\u00b1 {end.kl_standard_error:.2g} nats"),
+        ("KL, median", f"{kl[0]:.4g}", "nats"),
+        ("KL, p99", f"{kl[1]:.4g}", f"p99.9 {kl[2]:.4g} nats"),
         (
             "Same first token",
             f"{100 * end.top1:.2f} %",

@@ -160,9 +160,9 @@ def test_ten_failures_are_named_and_the_others_counted():
 def test_end_metrics_are_shown(page, comparison):
     end = comparison.end
     for text in (
-        f"{end.kl_mean:.4f}",
-        f"\u00b1 {end.kl_standard_error:.4f} nats",
-        f"{end.kl_quantile(0.99):.4f}",
+        f"{end.kl_mean:.4g}",
+        f"\u00b1 {end.kl_standard_error:.2g} nats",
+        f"{end.kl_quantile(0.99):.4g}",
         f"{100 * end.top1:.2f} %",
         "+0.2500",
         "from 2.5000",
