@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -67,12 +68,13 @@ def test_json(folders, ids):
     assert embedding["output"] is None
     assert 0 < rows["model.layers.0.mlp.up_proj"]["output"]["relative_error"] < 1
     assert set(content["end"]) == {
-        *("num_tokens", "kl_mean", "kl_standard_error", "kl_median", "kl_p99", "kl_p999"),
+        *("num_tokens", "kl_mean", "kl_standard_error", "kl_median", "kl_p99", "kl_p999", "kl_max"),
         *("top1", "top1_standard_error", "kl_by_confidence"),
         *("ln_perplexity", "ln_perplexity_change", "ln_perplexity_standard_error"),
     }
     assert sum(part["tokens"] for part in content["end"]["kl_by_confidence"]) == 6
-    assert [block["block"] for block in content["blocks"]] == ["model.layers.0"]
+    names = [block["block"] for block in content["blocks"]]
+    assert names == ["model.layers.0", "model.layers.1"]
     assert content["blocks"][0]["injected"] == content["blocks"][0]["propagated"]
 
 
@@ -146,3 +148,104 @@ def test_other_architectures_exit_with_3(folders, tmp_path):
     done = run(folders[0], tiny.write(tmp_path / "other", content, tensors))
     assert done.exit_code == 3
     assert "`model_type` is `mistral`, expected `llama`" in done.stderr
+
+
+def test_tiers(folders, ids):
+    def content(*arguments):
+        return json.loads(run(*folders, *arguments, "--json", "--device", "cpu").stdout)
+
+    structure = content("--structure")
+    assert (structure["tier"], structure["layers"], structure["end"]) == ("structure", [], None)
+    assert len(structure["structure"]["layers"]) == 16
+    assert structure["structure"]["reference_bits"] == 16
+    weights = content("--weights")
+    assert weights["tier"] == "weights"
+    assert weights["structure"] == structure["structure"]
+    assert {row["output"] for row in weights["layers"]} == {None}
+    layers = content("--layers", "--token-ids", ids)
+    assert (layers["tier"], layers["end"], layers["blocks"]) == ("layers", None, [])
+    end = content("--token-ids", ids)
+    assert end["tier"] == "end"
+    # isolated errors are those of the full run
+    assert [row["output"] for row in layers["layers"]] == [row["output"] for row in end["layers"]]
+    digest = hashlib.sha256(b"[[1,2,3,4],[5,6]]").hexdigest()
+    assert layers["tokens"] == {"sha256": digest, "count": 6, "sequences": 2}
+    assert weights["tokens"] is None
+
+
+def test_layers_without_tokens_run_made_up_ones(folders):
+    arguments = ("--layers", "--max-tokens", "8", "--json", "--device", "cpu")
+    content = json.loads(run(*folders, *arguments).stdout)
+    assert content["tokens"]["count"] == 8
+    generated = run(*folders, "--generated", "--max-tokens", "8", "--json", "--device", "cpu")
+    assert json.loads(generated.stdout)["tokens"] == content["tokens"]
+
+
+def test_structure_is_shown(folders):
+    done = run(*folders, "--structure")
+    assert done.exit_code == 0, done.output
+    assert "model.layers.{0-1}.mlp.up_proj" in done.stdout
+    assert "16 layers, 14 held in another way" in done.stdout
+    assert done.stdout.splitlines()[-1] == "passed"
+    every = run(*folders, "--structure", "--all").stdout
+    assert "model.layers.1.mlp.up_proj" in every
+    lines = run(*folders, "--structure", "--markdown").stdout.splitlines()
+    assert lines[0] == "## quantload compare: structure passed"
+    assert sum(line.startswith("| model.") for line in lines) > 1
+
+
+def test_without_tokens_the_way_to_outputs_is_told(folders, ids):
+    assert "for outputs and KL give tokens: `--generated`" in run(*folders).stderr
+    for arguments in (["--weights"], ["--token-ids", ids, "--device", "cpu"], ["--json"]):
+        assert "for outputs" not in run(*folders, *arguments).stderr
+
+
+def test_limits_and_exit_codes(folders, ids):
+    done = run(*folders, "--fail-over", "weight.sqnr<5", "weight.steps>9")
+    assert done.exit_code == 0, done.output
+    done = run("--fail-over", "weight.sqnr<60", "bits>16", *folders)
+    assert done.exit_code == 1
+    assert "EXCEEDS `model.layers.0.mlp.down_proj`: `weight.sqnr<60`" in done.stdout
+    content = json.loads(
+        run(
+            *folders,
+            *("--fail-over", "kl.mean>0", "--fail-over=top1<0"),
+            *("--token-ids", ids, "--json", "--device", "cpu"),
+        ).stdout
+    )
+    assert content["limits"] == ["kl.mean>0", "top1<0"]
+    assert [one["limit"] for one in content["exceeded"]] == ["kl.mean>0"]
+    assert content["exceeded"][0]["value"] == content["end"]["kl_mean"]
+    assert not content["passed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fail-over", "kl.mean>0.1"], "needs tier `end`, only `weights` is measured"),
+        (["--fail-over", "sqnr<1"], "there is no statistic `sqnr`"),
+        (["--structure", "--weights"], "`--structure` and `--weights` are both given"),
+        (["--weights", "--generated"], "`--weights` runs nothing, and `--generated` is given"),
+        (["--structure", "--html", "x.html"], "`--structure` measures none"),
+    ],
+)
+def test_bad_choices_exit_with_2(folders, arguments, message):
+    done = run(*folders, *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_outputs_that_are_not_finite_exit_with_3(folders, ids, tmp_path):
+    tensors = load_file(folders[0] / "model.safetensors")
+    tensors["model.norm.weight"][:] = 3e38  # finite, but no product with it is
+    other = tiny.write(tmp_path / "other", tiny.config(), tensors)
+    done = run(folders[0], other, "--token-ids", ids, "--device", "cpu")
+    assert done.exit_code == 3, done.output
+    assert "not finite" in done.stderr
+
+
+def test_another_vocabulary_exits_with_3(folders, tmp_path):
+    done = run(folders[0], tiny.llama(tmp_path / "other", vocabulary=128))
+    assert done.exit_code == 3
+    assert "has shape `(96, 64)` in the reference, `(128, 64)` in the candidate" in done.stderr
