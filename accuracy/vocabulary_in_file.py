@@ -30,6 +30,7 @@ from quantload.layers.meta_model import TransformersModel
 from quantload.layers.replacement import put
 from quantload.layers.siblings import is_plain_linear
 from quantload.layers.vocabulary_table import ReadTable
+from quantload.loader.formats.finite import refuse_nonfinite
 from quantload.loader.places import Job
 from quantload.loader.row_reader import RowReader
 from quantload.loader.source import Source, SourceWeight
@@ -64,22 +65,39 @@ class StoredWeight:
 
     def __init__(self, source: Source, weight: SourceWeight) -> None:
         self.source, self.weight = source, weight
+        self._is_finite = False  # all of it, as far as is known
 
     def read(self, spans: Sequence[tuple[int, int]]) -> Iterator[Value]:
-        """Yield rows start..stop of each span, on the CPU; valid until the next are asked for."""
+        """Yield rows start..stop of each span, on the CPU; valid until the next are asked for.
+
+        Raises:
+            NonFiniteWeight: They hold NaN or infinity.
+        """
         with closing(RowReader(_CPU)) as reader:
             stored = StoredRows(self.source, self.weight.module, reader)
             for start, stop in spans:
-                yield stored.rows(start, stop)
+                yield self._checked(stored.rows(start, stop))
 
     def chunks(self) -> Iterator[tuple[int, Value]]:
-        """Yield (first row, rows) of all of it; valid until the next are asked for."""
+        """Yield (first row, rows) of all of it; valid until the next are asked for.
+
+        Raises:
+            NonFiniteWeight: They hold NaN or infinity.
+        """
         count, columns = self.weight.shape
         with closing(RowReader(_CPU)) as reader:
             stored = StoredRows(self.source, self.weight.module, reader)
             many = max(1, CHUNK_ELEMENTS // columns // stored.step) * stored.step
             for start in range(0, count, many):
-                yield start, stored.rows(start, min(count, start + many))
+                yield start, self._checked(stored.rows(start, min(count, start + many)))
+        self._is_finite = True
+
+    def _checked(self, rows: Value) -> Value:
+        """Return rows; formats look at what they decode themselves."""
+        if isinstance(rows, Tensor) and not self._is_finite:
+            name = self.weight.parameter_name
+            refuse_nonfinite(rows, name, self.source.checkpoint.name)
+        return rows
 
     def equals(self, other: StoredWeight) -> bool:
         """True if both hold the same values in one dtype."""

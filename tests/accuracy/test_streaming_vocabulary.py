@@ -18,6 +18,7 @@ from quantload.accuracy.compare_outputs import compare_running
 from quantload.accuracy.held_weights import HeldLinear, multiply
 from quantload.accuracy.streaming import open_streamed
 from quantload.accuracy.vocabulary_in_file import HeadInFile
+from quantload.errors import NonFiniteWeight
 from quantload.layers.vocabulary_table import ReadTable
 from quantload.progress import Silent
 
@@ -273,3 +274,12 @@ def test_other_ways_to_write_a_model(tmp_path, kind):
         assert end.is_per_token(ids)
         found = end.logits(ids, end.head_inputs(ids, state))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_rows_that_are_not_finite_are_named(tmp_path, name):
+    tensors = load_file(tiny.llama(tmp_path / "source") / "model.safetensors")
+    tensors[name][5, 0] = float("nan")
+    broken = tiny.write(tmp_path / "broken", tiny.config(), tensors)
+    with pytest.raises(NonFiniteWeight, match=f"tensor `{name}` holds NaN or infinity, in"):
+        apart(opened(broken))
