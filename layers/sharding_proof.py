@@ -33,6 +33,7 @@ _MERGE = ("view", "_unsafe_view", "reshape", "_reshape_alias")
 _KEEP = (
     *("permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "alias", "detach", "stack"),
     *("clone", "_to_copy", "contiguous", "lift_fresh", "lift_fresh_copy"),
+    *("view_as_complex", "view_as_real"),  # of pairs, which lie behind all that is shared
 )
 _COPIES = ("copy", "copy_")  # of one tensor into another, which may repeat it
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "rms_norm")

@@ -143,7 +143,13 @@ def in_heads(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (-1, 4))
 
 
+def turned(x: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(in_heads(x).float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * 2.0).flatten(-3).to(x.dtype)
+
+
 TREATS_ALIKE = {
+    "complex pairs of a head": turned,
     "activation": lambda x: nn.functional.silu(x) * 2.0,
     "over tokens": lambda x: x - x.mean(1, keepdim=True),
     "by head": lambda x: in_heads(x).softmax(-1).flatten(-2),
