@@ -181,7 +181,7 @@ def test_estimates_of_smollm2(tmp_path):
             if layer.weight
         ]
     )
-    assert off.numel() == 210
+    assert off.numel() >= 210
     size = (tmp_path / kept.sketch.file).stat().st_size
     print(  # noqa: T201 - with -s
         f"{off.numel()} layers, {size} bytes: median {off.abs().median():.3f} dB, largest "
