@@ -202,6 +202,12 @@ def _end_lines(end: EndMetrics) -> list[str]:
 def _about_running(comparison: ModelComparison) -> list[str]:
     """Say what the blocks lost, and what could not be measured."""
     lines = []
+    if comparison.tokens is not None:
+        tokens = comparison.tokens
+        lines.append(
+            f"{counted(tokens.count, 'token')} in {counted(tokens.sequences, 'sequence')}, sha256 "
+            f"of the ids {tokens.sha256}"
+        )
     if comparison.blocks:
         worst = max(comparison.blocks, key=lambda block: block.injected.relative)
         last = comparison.blocks[-1]

@@ -51,6 +51,8 @@ def test_token_ids(folders, ids):
     assert done.exit_code == 0, done.output
     assert "over 6 tokens" in done.stdout
     assert "ln perplexity: " in done.stdout
+    digest = hashlib.sha256(b"[[1,2,3,4],[5,6]]").hexdigest()
+    assert f"6 tokens in 2 sequences, sha256 of the ids {digest}" in done.stdout
     assert "`model.layers.0` adds most to the hidden states" in done.stdout
 
 
