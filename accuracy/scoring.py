@@ -3,7 +3,8 @@
     gradient   `sensitivity.py`: one forward and one way back, the default
     kl         KL(reference || reference with one group quantized), group by group: no gradients,
                a forward for each group and scheme
-    weights    ||W' - W||^2: no tokens
+    weights    ||W' - W||^2 / N: the squared error of an output feature for inputs of mean square 1,
+               so that few features that many read (k and v of grouped queries) count; no tokens
 
 What no token reached (experts) and what cannot be told apart in the model is scored by its weights
 in proportion to others of its kind, see `weight_scores.py`, and says so.
@@ -96,7 +97,9 @@ def score_layers(
     modules, groups = list(rows), _groups(next(iter(plans.values())), list(rows))
     estimated: dict[str, str] = {}
     if how.score == "weights":
-        scores = weight_errors(source, views, modules, progress)
+        errors = weight_errors(source, views, modules, progress)
+        height = {module: next(iter(of.values())).shape[0] for module, of in rows.items()}
+        scores = {m: {n: e / height[m] for n, e in of.items()} for m, of in errors.items()}
     else:
         scores, estimated = _measured(source, views, groups, sequences, how, progress)
     shares = active_shares(source, modules)
