@@ -100,6 +100,20 @@ def _of_outputs(value: Callable[[LayerComparison], float | None]) -> _Values:
     return values
 
 
+def _part(held: str, name: str) -> Callable[[LayerComparison], float | None]:
+    """Return what gives a number of the weight, the output or the rounding of a row."""
+
+    def value(row: LayerComparison) -> float | None:
+        found = getattr(row, held)
+        return None if found is None else float(getattr(found, name))
+
+    return value
+
+
+def _bias(row: LayerComparison) -> float | None:
+    return None if row.rounding is None else abs(row.rounding.bias)
+
+
 def _layer_sqnr(comparison: ModelComparison) -> Iterator[tuple[str, float]]:
     few = {*comparison.few, *comparison.unseen}
     for row in comparison.layers:
@@ -139,32 +153,22 @@ def _all() -> Iterator[Statistic]:
     yield statistic(
         "layer.sqnr", "<", "weights", _layer_sqnr, "dB, of isolated outputs or else of weights"
     )
-    yield statistic(
-        "weight.sqnr", "<", "weights", rows(lambda r: r.weight and r.weight.sqnr_db), "dB"
-    )
+    yield statistic("weight.sqnr", "<", "weights", rows(_part("weight", "sqnr_db")), "dB")
     yield statistic("weight.sqnr_mean", "<", "weights", _mean_sqnr, "dB, mean over the weights")
-    yield statistic(
-        "weight.relative", ">", "weights", rows(lambda r: r.weight and r.weight.relative), "error"
-    )
+    yield statistic("weight.relative", ">", "weights", rows(_part("weight", "relative")), "error")
     yield statistic(
         "weight.worst_row", ">", "weights", rows(lambda r: r.worst_row_error), "relative error"
     )
-    yield statistic(
-        "weight.steps", ">", "weights", rows(lambda r: r.rounding and r.rounding.max_steps), "steps"
-    )
-    yield statistic(
-        "weight.bias", ">", "weights", rows(lambda r: r.rounding and abs(r.rounding.bias)), "steps"
-    )
+    yield statistic("weight.steps", ">", "weights", rows(_part("rounding", "max_steps")), "steps")
+    yield statistic("weight.bias", ">", "weights", rows(_bias), "steps")
     yield statistic(
         "weight.rails",
         ">",
         "weights",
-        rows(lambda r: r.rounding and r.rounding.rail_share),
+        rows(_part("rounding", "rail_share")),
         "share",
     )
-    yield statistic(
-        "output.sqnr", "<", "layers", outputs(lambda r: r.output and r.output.sqnr_db), "dB"
-    )
+    yield statistic("output.sqnr", "<", "layers", outputs(_part("output", "sqnr_db")), "dB")
     yield statistic(
         "output.median",
         ">",
@@ -185,6 +189,13 @@ def _all() -> Iterator[Statistic]:
         "end",
         lambda c: ((b.path, b.propagated_median) for b in c.blocks),
         "error, median of tokens",
+    )
+    yield statistic(
+        "router.overlap",
+        "<",
+        "end",
+        lambda c: ((path, router.share) for path, router in c.routers.items()),
+        "share of the reference's choices of experts",
     )
     yield statistic("kl.mean", ">", "end", end(lambda e: e.kl_mean), "nats a token")
     for name, fraction in (("median", 0.5), ("p99", 0.99), ("p999", 0.999), ("max", 1.0)):

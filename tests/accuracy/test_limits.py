@@ -15,6 +15,7 @@ from quantload.accuracy.compare import (
 )
 from quantload.accuracy.end_metrics import EndMetrics
 from quantload.accuracy.limits import STATISTICS, checked_tier, parse_limit, with_limits
+from quantload.accuracy.router_overlap import RouterOverlap
 from quantload.accuracy.weight_rounding import Rounding
 from quantload.errors import ConfigError
 from quantload.quant.metrics import ErrorSums
@@ -56,6 +57,7 @@ def comparison():
                 propagated_median=0.02,
             ),
         ),
+        routers={"mlp": RouterOverlap(tokens=4, chosen=8, shared=6)},
         end=EndMetrics(
             kl=torch.arange(5, dtype=torch.float64),
             same_top1=torch.tensor([True, True, True, False, True]),
@@ -101,6 +103,7 @@ def test_statistics_of_layers(comparison):
 def test_statistics_of_blocks_and_of_the_end(comparison):
     assert found(comparison, "block.injected>0.005") == {"block": 0.01}
     assert found(comparison, "block.propagated>0.02") == {}
+    assert found(comparison, "router.overlap<80%") == {"mlp": 0.75}
     for name, value in (("mean", 2), ("median", 2), ("p99", 3.96), ("p999", 3.996), ("max", 4)):
         assert found(comparison, f"kl.{name}>{value - 0.001}") == {"": pytest.approx(value)}
         assert found(comparison, f"kl.{name}>{value + 0.001}") == {}
