@@ -115,22 +115,24 @@ class HeadInFile(QuantLinear):
         bias: [N] or None.
         scheme: How weight and input are quantized.
         dtype: dtype of x, bias and result.
+        device: Where x is.
         prefix: Dotted path in the model.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a keyword for each fact
         self,
         stored: StoredWeight,
         *,
         bias: Tensor | None,
         scheme: Scheme,
         dtype: torch.dtype,
+        device: torch.device,
         prefix: str,
     ) -> None:
         rows, columns = stored.weight.shape
         has_bias = bias is not None
         super().__init__(columns, rows, bias=has_bias, scheme=scheme, dtype=dtype, prefix=prefix)
-        self.stored = stored
+        self.stored, self.device = stored, device
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,9 +169,9 @@ class HeadInFile(QuantLinear):
 
         def whole() -> Tensor:
             (rows,) = (dense(value).clone() for value in self.stored.read([(0, shape[0])]))
-            return rows.to(self.dtype)
+            return rows.to(self.device, self.dtype)
 
-        return lazy_weight(whole, shape, dtype=self.dtype, device=_CPU)
+        return lazy_weight(whole, shape, dtype=self.dtype, device=self.device)
 
 
 class _Read(torch.autograd.Function):
@@ -325,7 +327,12 @@ class _Known:
         if len(biases) != int(getattr(module, "has_bias", _bias_of(module) is not None)):
             return None
         return HeadInFile(
-            stored, bias=biases[0] if biases else None, scheme=scheme, dtype=dtype, prefix=path
+            stored,
+            bias=biases[0] if biases else None,
+            scheme=scheme,
+            dtype=dtype,
+            device=self._device,
+            prefix=path,
         )
 
 

@@ -249,6 +249,7 @@ def test_the_gradient_through_a_head_in_the_file(tmp_path, dtype):
     list(streamed.blocks(apart=True))
     head = streamed.model.get_output_embeddings()
     weight = load_file(folder / "model.safetensors")["lm_head.weight"].float()
+    assert torch.equal(head.weight + 0, weight)
     one, two = (torch.ones(2, 3, 64).requires_grad_() for _ in range(2))
     (head(one) ** 2).sum().backward()
     (nn.functional.linear(two, weight) ** 2).sum().backward()
