@@ -119,7 +119,7 @@ class HeadInFile(QuantLinear):
         prefix: Dotted path in the model.
     """
 
-    def __init__(  # noqa: PLR0913 - a keyword for each fact
+    def __init__(
         self,
         stored: StoredWeight,
         *,
