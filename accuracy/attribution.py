@@ -11,7 +11,7 @@
 Units are ranked by their KL: by what they do to the output. Of a candidate of few bits the most
 sensitive layer, quantized as well as can be, may do more than a fault elsewhere. So the error of
 each module's output on the reference's inputs is held against those of the same module in other
-blocks. What is off by twice as much, and has a hundredth of the sum of all effects, is a suspect,
+blocks. What is off by twice as much, and has a twentieth of the sum of all effects, is a suspect,
 and comes before all that is not. What does less to the output is named, but not moved: such faults
 are for `compare` to find.
 

@@ -9,7 +9,7 @@ from quantload.accuracy.attribution_units import By, Unit
 
 ADDITIVE = (0.7, 1.4)  # ratios of the whole KL to the sum of the parts at which effects add
 STANDS_OUT = 2.0  # times the median of its kind
-MATTERS = 0.01  # share of the sum of all effects from which on what stands out is a suspect
+MATTERS = 0.05  # share of the sum of all effects from which on what stands out is a suspect
 CLEAR = 3.0  # standard errors between two units that are told apart
 
 

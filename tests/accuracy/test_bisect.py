@@ -416,10 +416,10 @@ def test_suspects_come_first_and_what_does_not_show_is_not_moved():
 
     rows = [
         row(math.inf, None, 1.0),
-        row(0.02, 5.0, 0.02),
+        row(0.1, 5.0, 0.1),
         row(0.5, 1.0, 0.5),
         row(0.3, None, 0.3),
-        row(0.001, 9.0, 0.001),
+        row(0.03, 9.0, 0.03),
     ]
     mixed = [rows[number] for number in (3, 0, 4, 1, 2)]
     assert sorted(mixed, key=lambda row: row.rank, reverse=True) == rows
