@@ -27,11 +27,16 @@ _LARGEST_DB = 999.0
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """What arithmetic of a dtype adds, as measured on SmolLM2-135M.
+    """What arithmetic of a dtype adds to errors of outputs.
+
+    Measured for bfloat16 on SmolLM2-135M: in quadrature 0.0020 to an output's relative error where
+    only weights are quantized (W8A16) and 0.0038 where roundings of inputs flip too (W8A8), medians
+    over 210 layers; 0.011 and 0.013 to that of the hidden states after a block; 0.0023 and 0.0049
+    nats to the mean KL. Those of float16 follow from its eps, an eighth of that of bfloat16.
 
     Args:
-        output: To the relative error of a layer's output: both sides are rounded.
-        block: To that of the hidden states after many blocks.
+        output: To the relative error of a layer's output, in quadrature.
+        block: To that of the hidden states after a block, in quadrature.
         kl: To the mean KL, in nats.
     """
 
@@ -42,8 +47,8 @@ class Arithmetic:
 
 ARITHMETIC = {
     "float32": Arithmetic(output=1e-6, block=1e-5, kl=1e-6),
-    "float16": Arithmetic(output=2.0**-11, block=2.0**-8, kl=1e-4),
-    "bfloat16": Arithmetic(output=2.0**-8, block=2.0**-5, kl=2e-3),
+    "float16": Arithmetic(output=2.0**-11, block=2.0**-9, kl=1e-4),
+    "bfloat16": Arithmetic(output=2.0**-8, block=2.0**-6, kl=5e-3),
 }
 
 
