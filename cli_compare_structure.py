@@ -56,7 +56,7 @@ def structure_lines(comparison: ModelComparison) -> list[str]:
             f"{counted(sum(zeros.values()), 'scale is', 'scales are')} zero, in {listed(zeros)}"
         )
     lines += [f"PROBLEM {problem}" for problem in comparison.problems]
-    lines += [f"EXCEEDS {exceeded}" for exceeded in comparison.exceeded]
+    lines += [f"EXCEEDS {failure}" for failure in comparison.failures]
     return [*lines, "passed" if comparison.passed else "FAILED"]
 
 

@@ -185,7 +185,7 @@ class ModelComparison:
         structure: How both hold their layers; None if nobody looked.
         tokens: What was run; None without tokens.
         limits: Limits of the user, as they were written; they take the place of the built-in ones.
-        exceeded: What is beyond them.
+        exceeded: What is beyond them, by limit, the worst first.
     """
 
     layers: tuple[LayerComparison, ...]
@@ -206,9 +206,18 @@ class ModelComparison:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """One line for everything that exceeds a limit, or is damaged."""
+        """One line for each row beyond a built-in limit or damaged, and for each limit of users."""
         rows = (f"`{row.module}`: {row.failure}" for row in self.layers if row.failure)
-        return (*rows, *map(str, self.exceeded))
+        by_limit: dict[str, list[Exceeded]] = {}
+        for found in self.exceeded:
+            by_limit.setdefault(found.limit, []).append(found)
+        return (
+            *rows,
+            *(
+                str(worst) + (f", and {len(others)} more" if others else "")
+                for worst, *others in by_limit.values()
+            ),
+        )
 
     @property
     def passed(self) -> bool:

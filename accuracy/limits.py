@@ -57,7 +57,7 @@ class Limit:
     text: str
 
     def exceeded(self, comparison: ModelComparison) -> list[Exceeded]:
-        """Return where a comparison is beyond the limit.
+        """Return where a comparison is beyond the limit, the worst first.
 
         Raises:
             ConfigError: The statistic was not measured.
@@ -67,11 +67,15 @@ class Limit:
             raise ConfigError(
                 f"`{self.text}` cannot be checked: no `{self.statistic.name}` was measured"
             )
-        return [
+        sign = 1 if self.statistic.fails == "<" else -1
+        beyond = [
             Exceeded(limit=self.text, where=where, value=value)
             for where, value in found
-            if not (value >= self.value if self.statistic.fails == "<" else value <= self.value)
+            if not sign * value >= sign * self.value  # NaN is beyond any limit
         ]
+        return sorted(
+            beyond, key=lambda one: -math.inf if math.isnan(one.value) else sign * one.value
+        )
 
 
 # -- what there is ---------------------------------------------------------------------------------

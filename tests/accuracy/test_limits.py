@@ -128,6 +128,9 @@ def test_limits_take_the_place_of_the_built_in_ones(comparison):
     strict = with_limits(comparison, [parse_limit("weight.sqnr<5"), parse_limit("kl.mean > 1.5")])
     assert strict.failures == ("`c`: `weight.sqnr<5`: 4.437", "`kl.mean > 1.5`: 2")
     assert not strict.passed
+    many = with_limits(comparison, [parse_limit("weight.sqnr<30")])
+    assert [one.where for one in many.exceeded] == ["c", "b", "a"]  # the worst first
+    assert many.failures == ("`c`: `weight.sqnr<30`: 4.437, and 2 more",)
     assert with_limits(comparison, []) is comparison
 
 
