@@ -14,7 +14,7 @@ float32; on the 8,192 tokens torch may multiply in bfloat16, where the processor
               another); its weights are Q4_1, and dequantized are the reference
 
 WORK keeps what is found, so that a run can be cut short (--seconds) and goes on where it was. The
-result is WORK/table.json, and is printed.
+table so far is WORK/table.json, and is printed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,10 +39,9 @@ from quantload import api, api_allocate
 from quantload.accuracy.attribution_runs import ReferenceOutput
 from quantload.accuracy.plain_choices import in_order, order_by_kind
 from quantload.accuracy.score_table import Row, ScoreTable
-from quantload.accuracy.sensitivity import gradient_scores, slopes
+from quantload.accuracy.sensitivity import Labels, gradient_scores, slopes
 from quantload.accuracy.streaming import open_streamed
 from quantload.accuracy.swap_scores import swap_scores
-from quantload.loader.quantized_view import quantized_view
 from quantload.progress import Silent
 
 LOW, HIGH = "W4A16:g64", "W8A16:channel"
@@ -162,30 +162,50 @@ class Bench:
             open_streamed, source, device=CPU, dtype=torch.float32, round_inputs=scheme is not None
         )
 
-    def gradient(self, labels: str, numbers: Sequence[int], seed: int = 0) -> Any:
-        """Score by gradients, as `quantload allocate` does."""
-        candidates = {name: self.opened(name) for name in (LOW, HIGH)}
-        modules = list(self.sizes().rows)
-        tokens = self.chosen(numbers)
-        kind: Any = labels
-        found = gradient_scores(
-            self.opened(), candidates, modules, tokens, Silent(), labels=kind, seed=seed
+    def gradient(self, labels: str) -> dict[str, dict[str, float]]:
+        """Score by gradients as `quantload allocate` does, a scheme at a time."""
+        modules, tokens, kind = (
+            list(self.sizes().rows),
+            self.chosen(SCORING),
+            cast("Labels", labels),
         )
-        return found.scores
 
-    def at_the_mix(self, mix: Mix, scores: Mapping[str, Mapping[str, float]]) -> Any:
+        def scores(name: str) -> Any:
+            candidates = {name: self.opened(name)}
+            made = gradient_scores(
+                self.opened(), candidates, modules, tokens, Silent(), labels=kind
+            )
+            return made.scores
+
+        found: dict[str, dict[str, float]] = {m: {} for m in modules}
+        for name in (LOW, HIGH):
+            kept = f"gradient-{labels}-{name.partition(':')[0]}"
+            for module, of in self.once(kept, partial(scores, name)).items():
+                found[module] |= of
+        return found
+
+    def at_the_mix(
+        self, bits: float, mix: Mix, scores: Mapping[str, Mapping[str, float]]
+    ) -> dict[str, dict[str, float]]:
         """Score on top of a mix, as `quantload allocate` does where effects do not add up."""
-        mixed = quantized_view(api.plan(self.source, None, rules=mix))
-        candidates = {name: self.opened(name) for name in (LOW, HIGH)}
-        opens = partial(open_streamed, mixed, device=CPU, dtype=torch.float32)
+        folder = self.work / f"mix-{bits}"
+        if not folder.is_dir():
+            api.convert(self.file, folder, None, rules=mix)
         tokens, modules = self.chosen(SCORING), list(self.sizes().rows)
-        found = slopes(opens, self.opened(), candidates, modules, tokens, Silent()).scores
+        found: dict[str, dict[str, float]] = {m: {} for m in modules}
+        opens = partial(open_streamed, api.inspect(folder), device=CPU, dtype=torch.float32)
+        for name in (LOW, HIGH):
+            candidates = {name: self.opened(name)}
+            make = partial(slopes, opens, self.opened(), candidates, modules, tokens, Silent())
+            kept = f"slopes-{bits}-{name.partition(':')[0]}"
+            for module, of in self.once(kept, lambda make=make: make().scores).items():
+                found[module] |= of
         return {
             m: {
-                name: found[m][name]
+                name: slope
                 - found[m][mix[m]]
                 + (0.0 if name == mix[m] else max(scores[m].values()))
-                for name in (LOW, HIGH)
+                for name, slope in found[m].items()
             }
             for m in modules
         }
@@ -344,16 +364,14 @@ def choices(bench: Bench, *, with_kl: bool, with_again: bool) -> dict[str, dict[
     if with_kl:
         scores["KL of single groups"] = bench.swap()
     for labels in ("text", "sampled"):
-        made = partial(bench.gradient, labels, SCORING)
-        scores[f"gradient, {labels} labels"] = bench.once(f"gradient-{labels}", made)
+        scores[f"gradient, {labels} labels"] = bench.gradient(labels)
     for name, of_module in scores.items():
         table = with_scores(sizes, of_module)
         found[name] = {b: table.solve(b) for b in BITS}
     if with_again:
         first = "gradient, sampled labels"
         for bits, mix in found[first].items():
-            make = partial(bench.at_the_mix, mix, scores[first])
-            again = with_scores(sizes, bench.once(f"again-{bits}", make))
+            again = with_scores(sizes, bench.at_the_mix(bits, mix, scores[first]))
             found.setdefault("gradient, again at that mix", {})[bits] = again.solve(bits)
     return found
 
@@ -377,7 +395,8 @@ def judged(bench: Bench, found: Mapping[str, Mapping[float, Mix]], few: Sequence
             row = table[name].setdefault(str(bits), {})
             row["bits_per_weight"] = bench.sizes().bits_per_weight(mix)
             numbers = HELD_OUT if label == "1k" else MANY
-            row[label] = bench.once(f"kl-{label}-{digest}", partial(measure, mix, numbers))
+            with suppress(OutOfTime):
+                row[label] = bench.once(f"kl-{label}-{digest}", partial(measure, mix, numbers))
     return table
 
 
@@ -389,7 +408,7 @@ def show(table: Mapping[str, Any]) -> None:
         cells = []
         for bits in BITS:
             of = row[str(bits)]
-            cells += [f"{of['1k'][0]:.3f}", f"{of['8k'][0]:.3f}" if "8k" in of else ""]
+            cells += [f"{of[label][0]:.3f}" if label in of else "" for label in ("1k", "8k")]
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
@@ -406,15 +425,17 @@ def main() -> None:
     bench.values()
     try:
         found = choices(bench, with_kl=flags.with_kl, with_again=flags.with_again)
-        few = [name for name in found if name.startswith(("random", "first", "last", "ends"))]
-        table = judged(bench, found, few)
     except OutOfTime:
         sys.exit("not done yet: run again, it goes on where it was")
+    few = [name for name in found if name.startswith(("random", "first", "last", "ends"))]
+    table = judged(bench, found, few)
     names = [name for name in table if name.startswith("random")]
     mean: dict[str, Any] = {}
     for bits in BITS:
-        values = [table[name][str(bits)] for name in names]
-        mean[str(bits)] = {"1k": [sum(v["1k"][0] for v in values) / len(values), None]}
+        values = [table[name][str(bits)].get("1k") for name in names]
+        known = [value[0] for value in values if value]
+        is_whole = len(known) == len(names)
+        mean[str(bits)] = {"1k": [sum(known) / len(known), None]} if is_whole else {}
     table = {"random, mean of 3": mean, **{n: r for n, r in table.items() if n not in names}}
     tokens = hashlib.sha256(json.dumps(bench.sequences).encode()).hexdigest()
     result = {"schemes": [LOW, HIGH], "token_ids_sha256": tokens, "kl": table}
