@@ -8,10 +8,11 @@ import pytest
 import tiny_checkpoints as tiny
 import torch
 from safetensors.torch import load_file, save_file
+from truth import CHECKPOINTS
 
 from quantload import api
 from quantload.accuracy.structure import compare_structure, skipped_layers
-from quantload.errors import NotComparable
+from quantload.errors import NotComparable, QuantloadError
 from quantload.progress import Silent
 
 UP = "model.layers.1.mlp.up_proj"
@@ -134,3 +135,32 @@ def test_other_models_are_not_comparable(source, tmp_path):
     other = tiny.llama(tmp_path / "other", hidden=96, intermediate=64)
     with pytest.raises(NotComparable, match="has shape"):
         structure(source, other)
+
+
+# -- checkpoints of other tools --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no folder shared/checkpoints")
+def test_checkpoints_of_tools_are_sound():
+    """Nothing was left out, and stored bits are those of the tensors, whatever the tool."""
+    bases = sorted((p.name for p in (CHECKPOINTS / "base").iterdir() if p.is_dir()), key=len)
+    compared = 0
+    for folder in sorted(path for path in CHECKPOINTS.glob("*/*") if path.is_dir()):
+        base = next((name for name in bases[::-1] if folder.name.startswith(name)), None)
+        if base is None or folder.parent.name == "base":
+            continue
+        try:
+            candidate = api.inspect(folder)
+            found = compare_structure(api.inspect(CHECKPOINTS / "base" / base), candidate, Silent())
+        except QuantloadError:
+            continue  # what is not read is refused, and so is another model
+        assert (found.problems, found.skipped) == ((), ()), folder
+        held = {name for layer in found.layers for name in layer.tensors.values()}
+        elements = sum(math.prod(layer.shape) for layer in found.layers if layer.candidate)
+        tensors = candidate.checkpoint.tensors
+        if held <= set(tensors):  # experts that are one tensor in the files are apart here
+            num_bytes = sum(tensors[name].num_bytes for name in held)
+            assert found.bits == pytest.approx(8 * num_bytes / elements), folder
+        compared += 1
+    assert compared > 150
