@@ -190,6 +190,8 @@ class Bench:
         """Score on top of a mix, as `quantload allocate` does where effects do not add up."""
         folder = self.work / f"mix-{bits}"
         if not folder.is_dir():
+            if time.monotonic() > self.until:
+                raise OutOfTime
             api.convert(self.file, folder, None, rules=mix)
         tokens, modules = self.chosen(SCORING), list(self.sizes().rows)
         found: dict[str, dict[str, float]] = {m: {} for m in modules}
@@ -371,8 +373,10 @@ def choices(bench: Bench, *, with_kl: bool, with_again: bool) -> dict[str, dict[
     if with_again:
         first = "gradient, sampled labels"
         for bits, mix in found[first].items():
-            again = with_scores(sizes, bench.at_the_mix(bits, mix, scores[first]))
-            found.setdefault("gradient, again at that mix", {})[bits] = again.solve(bits)
+            of_bits = found.setdefault("gradient, again at that mix", {})
+            with suppress(OutOfTime):
+                again = with_scores(sizes, bench.at_the_mix(bits, mix, scores[first]))
+                of_bits[bits] = again.solve(bits)
     return found
 
 
@@ -407,7 +411,7 @@ def show(table: Mapping[str, Any]) -> None:
     for name, row in table.items():
         cells = []
         for bits in BITS:
-            of = row[str(bits)]
+            of = row.get(str(bits), {})
             cells += [f"{of[label][0]:.3f}" if label in of else "" for label in ("1k", "8k")]
         print(f"| {name} | " + " | ".join(cells) + " |")
 
