@@ -157,7 +157,7 @@ def compare(name: str, reference: Path, candidate: Path, tokens: Path, count: in
     log = tokens.with_name(f"{name}.json")
     found = measure(name, [*command, "--json", "--quiet"], log)
     end = json.loads(log.read_text().splitlines()[-1])["end"]
-    print(f"  {name}: KL {end['kl_mean']:.4f} over {end['num_tokens']} tokens", flush=True)
+    print(f"  {name}: KL {end['kl_mean']:.3g} over {end['num_tokens']} tokens", flush=True)
     return found
 
 
