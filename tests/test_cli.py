@@ -383,6 +383,14 @@ def test_rows_that_differ_in_numbers_only_are_one():
     ]
 
 
+def test_texts_of_files_show_as_what_they_are():
+    assert cli_output.printable("model.layers.0.größe") == "model.layers.0.größe"
+    assert cli_output.printable("a\x1b[31m\u202eb\nc\x00\ud800") == (
+        r"a\x1b[31m\u202eb\nc\x00\ud800"
+    )
+    assert cli_output.printable("a\nb\r", keep="\n") == "a\nb\\r"
+
+
 def test_sizes_for_people():
     assert [cli_output.size(n) for n in (0, 1023, 1536, 3 * 2**20, 5 * 2**30, 2**42)] == [
         *("0 B", "1023 B", "1.5 KiB", "3.0 MiB", "5.00 GiB", "4096.00 GiB")
