@@ -59,7 +59,6 @@ class Encoding:
             in another for each; "" leaves them.
         sizes: See above.
         rules: As `convert` takes them.
-        then: Format that it is written again in, without changing a value; "" leaves it.
     """
 
     scheme: str | None
@@ -67,7 +66,6 @@ class Encoding:
     act_order: Literal["", "shared", "own"] = ""
     sizes: str = "uneven"
     rules: tuple[str, ...] = ()
-    then: str = ""
 
 
 _HEAD = ("lm_head=W8A16",)  # 131 rows of codes
@@ -82,9 +80,7 @@ ENCODINGS = {
     "W4A16_ASYM:g128 act-order": Encoding(
         "W4A16_ASYM:g128", "gptq", act_order="shared", sizes="wide"
     ),
-    "W4A16:g32 act-order, compressed-tensors": Encoding(
-        "W4A16:g32", "gptq", act_order="shared", then="compressed-tensors"
-    ),
+    "W4A16:g32 act-order, compressed-tensors": Encoding("W4A16:g32", act_order="shared"),
     "FP8_BLOCK": Encoding("FP8_BLOCK"),
     "FP8_BLOCK fp8": Encoding("FP8_BLOCK", "fp8"),
     "NVFP4": Encoding("NVFP4A16"),
@@ -106,9 +102,6 @@ def write_encoded(model_type: str, encoding: str, folder: Path) -> Path:
     _convert(folder / "dense", written, wanted.scheme, wanted.target, rules)
     if wanted.act_order:
         put_columns_in_no_order(written, is_shared=wanted.act_order == "shared")
-    if wanted.then:
-        _convert(written, folder / "again", "same", wanted.then, ())
-        written = folder / "again"
     return written
 
 
@@ -118,14 +111,19 @@ def _convert(source: Path, output: Path, scheme: str, target: str, rules: tuple[
 
 
 def put_columns_in_no_order(folder: Path, *, is_shared: bool = True) -> None:
-    """Make act-order of the groups of a GPTQ checkpoint, as `desc_act` does: columns change theirs.
+    """Make act-order of the groups of a checkpoint: columns change theirs.
 
     Args:
-        folder: The checkpoint; changed in place.
+        folder: GPTQ, or compressed-tensors in groups; changed in place.
         is_shared: Layers of one parent have one order, as those have that read one tensor.
     """
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["desc_act"] = True
+    stated = config["quantization_config"]
+    groups = [group["weights"] for group in stated.get("config_groups", {}).values()]
+    for weights in groups:
+        weights["actorder"] = "group" if weights["strategy"] == "group" else None
+    if not groups:
+        stated["desc_act"] = True
     (folder / "config.json").write_text(json.dumps(config))
     changed = 0
     for file in sorted(folder.glob("*.safetensors")):
@@ -133,12 +131,18 @@ def put_columns_in_no_order(folder: Path, *, is_shared: bool = True) -> None:
             names = list(stored.keys())
             made = {name: stored.get_tensor(name) for name in names}
         for name in names:
-            if name.endswith(".g_idx"):
-                module = name.removesuffix(".g_idx")
-                seed = zlib.crc32((module.rpartition(".")[0] if is_shared else module).encode())
-                order = torch.Generator().manual_seed(seed)
+            module, _, leaf = name.rpartition(".")
+            seed = zlib.crc32((module.rpartition(".")[0] if is_shared else module).encode())
+            order = torch.Generator().manual_seed(seed)
+            if leaf == "g_idx":
                 made[name] = made[name][torch.randperm(len(made[name]), generator=order)]
                 changed += int(made[name].max()) > 0
+            elif leaf == "weight_packed" and (scale := made[f"{module}.weight_scale"]).shape[1] > 1:
+                columns = int(made[f"{module}.weight_shape"][1])
+                groups_of = torch.arange(columns) // (columns // scale.shape[1])
+                places = torch.randperm(columns, generator=order)
+                made[f"{module}.weight_g_idx"] = groups_of[places].to(torch.int32)
+                changed += 1
         save_file(made, file, metadata={"format": "pt"})
     assert changed, "no layer has several groups"
 

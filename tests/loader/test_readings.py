@@ -83,13 +83,12 @@ def source_of(tmp_path_factory):
         name, text, *order = scheme.split() if " " in scheme else ("compressed-tensors", scheme)
         folder = tmp_path_factory.mktemp("made") / "model"
         known = InputStatistics(stated=12.0)  # for fixed scales of inputs
-        first = "gptq" if order else name
-        converted(dense, folder, text, target=target_named(first), stats=known)
+        converted(dense, folder, text, target=target_named(name), stats=known)
         if order:
             put_columns_in_no_order(folder)
-        if first != name:
-            folder = converted(folder, folder.parent / "again", "same", target=target_named(name))
-        return opened(folder)
+        source = opened(folder)
+        assert source.is_quantized
+        return source
 
     return make
 
