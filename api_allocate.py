@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -158,6 +159,8 @@ def allocate_schemes(  # noqa: PLR0913 - a keyword for each choice of the user
             tokens, or scores are of another checkpoint.
         QuantloadError: As `load`.
     """
+    if not (math.isfinite(bits) and bits > 0):
+        raise ConfigError(f"found a budget of `{bits}` bits a weight, expected a positive number")
     names = list(dict.fromkeys(schemes))
     if len(names) < 2:
         raise ConfigError(f"found `{len(names)}` schemes, expected two and more")

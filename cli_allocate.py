@@ -181,7 +181,10 @@ def show_allocation(found: Allocation, output: Path) -> None:
             f"of their kind: {names}{more}"
         )
     if found.best.name != found.mixes[0].name:
-        out.print(f"the choice {found.mixes[0].name} lost: written is the one {found.best.name}")
+        out.print(
+            f"the choice {found.best.name} has less KL than the one {found.mixes[0].name}: it is "
+            "what is written"
+        )
     out.print(f"written: {output}")
 
 

@@ -112,7 +112,7 @@ def attribute_drift(
     refined = _to_refine(first, rows, settings.top)
     if refined:
         known = first if list(map(list, sequences)) == kept else {}
-        asked = [v for v in _second_variants(refined) if v not in known]
+        asked = [v for v in _second_variants(refined, first) if v not in known]
         chosen = {**known, **pair.run(asked, sequences, progress, "second pass")}
         rows = _with_second(rows, refined, chosen)
     configs = candidate.checkpoint.config, reference.checkpoint.config
@@ -221,10 +221,24 @@ def _first_variants(units: Sequence[Unit]) -> list[Variant]:
     return [*map(_swap, units), *controls, CANDIDATE]
 
 
-def _second_variants(units: Sequence[Unit]) -> list[Variant]:
-    noise = [Variant("reference", unit, "noise") for unit in units if unit.has_outputs]
+def _second_variants(units: Sequence[Unit], first: Mapping[Variant, Measured]) -> list[Variant]:
+    noise = [
+        Variant("reference", unit, "noise")
+        for unit in units
+        if _has_errors(unit, first[_swap(unit)])
+    ]
     put_back = [Variant("candidate", unit) for unit in units]
     return [*map(_swap, units), *noise, *put_back, CANDIDATE]
+
+
+def _has_errors(unit: Unit, found: Measured) -> bool:
+    """True if each module of a unit was seen to return a tensor, as a router does not.
+
+    What is tied was watched in the first block only, where a head does not run.
+    """
+    paths = {site.path for site in unit.sites}
+    is_seen = paths <= found.errors.keys() or (unit.first != unit.last and bool(found.errors))
+    return unit.has_outputs and is_seen
 
 
 # -- ranking ---------------------------------------------------------------------------------------

@@ -138,6 +138,8 @@ class Attribution:
         if self.lead is None or self.units[0].is_suspect != self.units[1].is_suspect:
             return ""
         names = " and ".join(f"`{row.unit.name}`" for row in self.units[:2])
+        if math.isnan(self.lead):
+            return f"{names} cannot be told apart on one token"
         if not self.lead > CLEAR:
             return f"{names} cannot be told apart on these tokens ({self.lead:.1f} standard errors)"
         return f"{names}: the first is ahead by {self.lead:.1f} standard errors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 
 import pytest
@@ -89,6 +90,12 @@ def converted(source, folder):
 
 def run(*arguments):
     return CliRunner().invoke(main, ["allocate", *map(str, arguments), "--device", "cpu"])
+
+
+@pytest.mark.parametrize("bits", [math.nan, math.inf, 0.0, -4.0])
+def test_a_budget_that_is_no_size(source, bits):
+    with pytest.raises(ConfigError, match="expected a positive number"):
+        allocate_schemes(source, bits=bits, schemes=SCHEMES, sequences=SEQUENCES, device="cpu")
 
 
 def test_scores_are_kept_and_solved_for_other_budgets(source, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 
 import pytest
 import tiny_checkpoints as tiny
@@ -12,7 +13,7 @@ import torch
 from breaks import broken, zero_expert
 from click.testing import CliRunner
 from plants import plants_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_file
 from tiny_moe import tiny_moe
 from transformers import AutoModelForCausalLM
@@ -298,10 +299,11 @@ def test_a_tied_head_goes_with_its_embedding(tmp_path):
         tensors["model.embed_tokens.weight"][5] *= -1
 
     other = changed(tmp_path / "other", source, change, tied=True)
-    found = bisect(source, other, top=0)
+    found = bisect(source, other, top=1)
     (row,) = found.units
     assert row.unit.name == "model.embed_tokens, tied to lm_head"
     assert row.kl.mean == pytest.approx(found.whole.mean, rel=1e-4)
+    assert row.noise.mean > 0
     assert found.additivity == pytest.approx(1.0, rel=1e-4)
 
 
@@ -360,6 +362,43 @@ def test_experts_of_a_projection_are_exchanged_together(tmp_path):
     first = bisect(output, tmp_path / "broken", [list(range(90))], top=2).units[0]
     assert set(first.unit.modules) == modules
     assert first.put_back.mean == 0.0
+
+
+def test_a_router_is_exchanged_without_noise(tmp_path):
+    source = tiny_moe(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.gate.weight"
+    tensors[name] = tensors[name] + 0.3 * torch.randn_like(tensors[name])
+    content = json.loads((source / "config.json").read_text())
+    changed = tiny.write(tmp_path / "changed", content, tensors)
+    found = bisect(source, changed, [list(range(40))], top=2)
+    (row,) = found.units
+    assert row.unit.name == name.removesuffix(".weight")
+    assert row.kl.mean > 0
+    assert row.noise is None  # it returns no tensor
+    assert row.put_back.mean == 0.0
+
+
+def test_one_token_tells_nothing_apart(folders):
+    found = bisect(*folders, [[5]], top=2)
+    assert found.leaders.endswith("cannot be told apart on one token") or not found.leaders
+    assert "nan" not in found.leaders
+
+
+@pytest.mark.parametrize("by", ["group", "block"])
+def test_a_router_is_exchanged_without_noise(tmp_path, by):
+    """It returns several tensors: there is no one output whose error noise could have."""
+    source = tiny_moe(tmp_path / "source")
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.gate.weight"] *= -1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    (row,) = bisect(source, other, [list(range(40))], top=5, by=by).units
+    assert row.unit.modules == ("model.layers.1.mlp.gate",)
+    assert row.kl.mean > 0
+    assert row.noise is None
+    assert row.put_back.mean == 0.0
 
 
 def zero_of_expert(folder, output):
