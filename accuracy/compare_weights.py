@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypedDict
@@ -14,7 +14,7 @@ from torch import Tensor
 from quantload.accuracy.compare import LayerComparison, ModelComparison
 from quantload.accuracy.one_model import apart_alike, check_one_model, lone_names, shared_plain
 from quantload.accuracy.stored_rows import HeldRows, StoredRows, Value, dense
-from quantload.accuracy.weight_rounding import RoundingSums, standing_out
+from quantload.accuracy.weight_rounding import RoundingSums, far_above, standing_out
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.code_rows import row_step
 from quantload.loader.row_reader import RowReader, region_of
@@ -56,7 +56,7 @@ def compare_weights(
     reference, candidate = apart_alike(reference, candidate)
     shared = [module for module in reference.weights if module in candidate.weights]
     found = _compare_shared(reference, candidate, shared, progress, resources or Resources())
-    damage = standing_out({m: (row.candidate, row.rounding) for m, row in found.items()})
+    damage = _damage(found)
     rows = [replace(found[module], damage=damage.get(module, "")) for module in shared]
     compared = (
         compare_plain(reference, candidate, name) for name in shared_plain(reference, candidate)
@@ -65,6 +65,17 @@ def compare_weights(
         layers=(*rows, *(row for row in compared if row.differs)),
         **lone_names(reference, candidate),
     )
+
+
+def _damage(found: Mapping[str, LayerComparison]) -> dict[str, str]:
+    """Say in what damaged layers stand out among their like."""
+    errors = {
+        module: (f"{row.reference}, {row.candidate}", row.weight.relative, row.rounding)
+        for module, row in found.items()
+        if row.weight is not None and row.differs and math.isfinite(row.weight.relative)
+    }
+    rounding = {module: (row.candidate, row.rounding) for module, row in found.items()}
+    return far_above(errors) | standing_out(rounding)
 
 
 def _compare_shared(

@@ -1,29 +1,47 @@
-"""Compare what two config.json say about the structure of the model."""
+"""Compare what two config.json say about the model that they describe.
+
+Every key that both have counts, unless it only says how weights are held, who wrote the file, how
+the model is trained, or how its texts are generated. The base of RoPE and its scaling are held to
+each other in both spellings: `rope_theta` with `rope_scaling`, and transformers 5's
+`rope_parameters`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-_STRUCTURE = (
-    *("architectures", "model_type", "num_hidden_layers", "hidden_size", "intermediate_size"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "hidden_act"),
-    *("rms_norm_eps", "sliding_window", "rope_theta", "rope_parameters", "rope_scaling"),
+# Without effect on what the model computes of given tokens, in one dtype.
+_BOOKKEEPING = frozenset(
+    {
+        *("quantization_config", "compression_config", "torch_dtype", "dtype", "auto_map"),
+        *("transformers_version", "name_or_path", "use_cache", "initializer_range"),
+        *("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop"),
+        *("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "layerdrop"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("router_aux_loss_coef", "router_jitter_noise", "pretraining_tp", "torchscript"),
+        *("id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class"),
+        *("max_position_embeddings", "max_length", "num_labels", "chunk_size_feed_forward"),
+        *("use_return_dict", "decoder_start_token_id"),
+    }
 )
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_USUAL_ROPE_THETA = 10000.0  # of most models whose config does not say it
 # transformers writes null for a default that it computes, and for a window that is off.
-_NULL_IS_ABSENT = ("head_dim", "num_key_value_heads", "sliding_window", "architectures")
+_NULL_IS_ABSENT = ("head_dim", "num_key_value_heads", "architectures")
 
 
 def config_differences(
-    output: Mapping[str, Any], source: Mapping[str, Any], keys: tuple[str, ...] = _STRUCTURE
+    output: Mapping[str, Any], source: Mapping[str, Any], keys: tuple[str, ...] | None = None
 ) -> list[str]:
     """Return one line for every key that both have, with different values.
 
     Args:
         output: config.json of what is judged; `text_config` inside counts too.
         source: config.json with the expected values.
-        keys: Keys to compare.
+        keys: Keys to compare; None is all that change what the model computes.
     """
     lines = list(_differences(output, source, keys, ""))
     inner = output.get("text_config"), source.get("text_config")
@@ -33,21 +51,100 @@ def config_differences(
 
 
 def _differences(
-    output: Mapping[str, Any], source: Mapping[str, Any], keys: tuple[str, ...], prefix: str
+    output: Mapping[str, Any],
+    source: Mapping[str, Any],
+    keys: tuple[str, ...] | None,
+    prefix: str,
 ) -> Iterator[str]:
-    for key in keys:
+    for key in _of_the_model(source) if keys is None else keys:
         if key not in output or key not in source:
             continue
         found, expected = output[key], source[key]
         if key in _NULL_IS_ABSENT and (found is None or expected is None):
             continue
+        if key == "sliding_window":
+            found, expected = _window(output), _window(source)
+        if key == "tie_word_embeddings" and not found:
+            continue  # a head of its own is a weight, which is compared as such
+        if not _is_same(found, expected):
+            yield f"config: `{prefix}{key}` is `{found}`, expected `{expected}`"
+    if keys is None:
+        yield from _of_rope(output, source, prefix)
+
+
+def _of_the_model(config: Mapping[str, Any]) -> Iterable[str]:
+    """The keys that say what the model computes, but those of RoPE."""
+    passed_over = {*_ROPE, "text_config"}
+    return (
+        key
+        for key in config
+        if key not in passed_over and key not in _BOOKKEEPING and not key.startswith("_")
+    )
+
+
+def _window(config: Mapping[str, Any]) -> object:
+    """The sliding window; None if it is off."""
+    return None if config.get("use_sliding_window") is False else config["sliding_window"]
+
+
+# -- RoPE ------------------------------------------------------------------------------------------
+
+
+def _of_rope(output: Mapping[str, Any], source: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    configs = output, source
+    if sum(isinstance(config.get("rope_parameters"), Mapping) for config in configs) == 1:
+        yield from _of_two_spellings(_rope(output), _rope(source), prefix)
+        return
+    for key in _ROPE:
+        default = _USUAL_ROPE_THETA if key == "rope_theta" else None
+        if key != "rope_scaling" and key not in source:
+            continue  # nobody knows what was meant
+        found, expected = (config.get(key, default) for config in configs)
+        if key == "rope_scaling" and all(_is_plain(value) for value in (found, expected)):
+            continue
         if not _is_same(found, expected):
             yield f"config: `{prefix}{key}` is `{found}`, expected `{expected}`"
 
 
+def _is_plain(scaling: object) -> bool:
+    """True for a scaling that changes nothing."""
+    if not isinstance(scaling, Mapping):
+        return scaling is None
+    return scaling.get("rope_type", scaling.get("type")) in (None, "default")
+
+
+def _of_two_spellings(
+    found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str
+) -> Iterator[str]:
+    for key in sorted(found.keys() | expected.keys()):
+        one, other = found.get(key), expected.get(key)
+        if key == "rope_theta" and (one is None or other is None):
+            continue
+        if not _is_same(one, other):
+            yield f"config: `{prefix}{key}` of RoPE is `{one}`, expected `{other}`"
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of RoPE, in transformers 5's spelling; a plain scaling is left out."""
+    held = config.get("rope_parameters")
+    scaling = config.get("rope_scaling")
+    found = dict(scaling) if isinstance(scaling, Mapping) else {}
+    if config.get("rope_theta") is not None:
+        found["rope_theta"] = config["rope_theta"]
+    if isinstance(held, Mapping):
+        found |= held
+    kind = found.pop("type", None)
+    found.setdefault("rope_type", kind)
+    if found["rope_type"] in (None, "default"):
+        del found["rope_type"]
+    return found
+
+
 def _is_same(one: object, other: object) -> bool:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return all(_is_same(one[key], other[key]) for key in one.keys() & other.keys())
-    if isinstance(one, float) and isinstance(other, float):
+        return all(
+            _is_same(one[key], other[key]) for key in one.keys() & other.keys() - _BOOKKEEPING
+        )
+    if isinstance(one, int | float) and isinstance(other, int | float):
         return math.isclose(one, other, rel_tol=1e-6)  # some containers hold them in float32
     return one == other

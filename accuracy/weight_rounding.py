@@ -8,21 +8,30 @@ checkpoint does not say, so that its layers are judged by each other:
     otherwise            the noise of the worst block (the columns of a row that share a scale) may
                          be 64 times that of rounding, that of most rows 6 times; and both 4 times
                          what is usual for this projection of the model's layers
-    fewer than 4 layers  nothing is usual; a weight with much noise in a tenth of its rows counts as
-                         rescaled before it was quantized (AWQ, SmoothQuant), and passes
+    fewer than 4 layers  of its projection: a weight with much noise in a tenth of its rows may have
+                         been rescaled before it was quantized (AWQ, SmoothQuant), but then others
+                         of its encoding were too: no weight may have 3 times the noise of rows, or
+                         6 times that of blocks, of the next worst
+
+In all of them the relative error may be 3 times the median of the other layers of its projection,
+or of its encoding where those are fewer than 4; more passes where rounding explains it.
 
 Measured on the checkpoints of 18 tools: rounding to nearest leaves up to 0.56 steps where products
 are rounded in another order than ours, and 1 where bfloat16 cannot hold code * scale; GPTQ and
-AutoRound leave blocks of up to 36 times the noise of rounding, AWQ up to 198. Swapped nibbles of
-4-bit codes give blocks of 60 to 300, rows in another order thousands.
+AutoRound leave blocks of up to 36 times the noise of rounding, AWQ up to 198. The worst weight of
+an encoding has up to 2.0 times the noise of rows of the next worst, 3.9 times that of blocks; its
+relative error is up to 2.4 times the median. Swapped nibbles of 4-bit codes give blocks of 60 to
+300, rows in another order thousands. One scale doubled, or one zero point off by one, in a weight
+by GPTQ gives blocks of 12 to 21, which is as usual: only a baseline shows that.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +47,9 @@ _FEWEST_LAYERS = 4  # that say what is usual
 _NEAREST_SHARE = 0.75
 _NEAREST_STEPS, _LIMIT_STEPS = 0.75, 1.05
 _BLOCK_LIMIT, _ROW_LIMIT, _TIMES_USUAL = 64.0, 6.0, 4.0
+_LEAST_BLOCK, _LEAST_ROW = 16.0, 3.0  # of a weight that has far more than the next worst
+_TIMES_NEXT_BLOCK, _TIMES_NEXT_ROW = 6.0, 3.0
+_TIMES_MEDIAN = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +164,8 @@ def standing_out(layers: Mapping[str, tuple[str, Rounding | None]]) -> dict[str,
             continue
         for of_projection in _by_projection(alike):
             found |= _noisy(of_projection)
+            if len(of_projection) < _FEWEST_LAYERS:
+                found |= {n: why for n in of_projection if (why := _far_worst(n, alike))}
     return {name: why for name, why in found.items() if why}
 
 
@@ -172,7 +186,7 @@ def _beyond_nearest(rounding: Rounding) -> str:
 def _by_projection(alike: Mapping[str, Rounding]) -> list[dict[str, Rounding]]:
     projections: dict[str, dict[str, Rounding]] = defaultdict(dict)
     for module, rounding in alike.items():
-        projections[module.rpartition(".")[2]][module] = rounding
+        projections[_projection(module)][module] = rounding
     return list(projections.values())
 
 
@@ -195,6 +209,59 @@ def _noisy(alike: Mapping[str, Rounding]) -> dict[str, str]:
     return found
 
 
+def _far_worst(name: str, alike: Mapping[str, Rounding]) -> str:
+    """Say in what a weight has far more noise than all others of its encoding; "" if it has not."""
+    others = [rounding for other, rounding in alike.items() if other != name]
+    if len(others) < _FEWEST_LAYERS:
+        return ""
+    own = alike[name]
+    rows = max(_LEAST_ROW, _TIMES_NEXT_ROW * max(one.row_excess for one in others))
+    blocks = max(_LEAST_BLOCK, _TIMES_NEXT_BLOCK * max(one.block_excess for one in others))
+    if own.row_excess > rows:
+        return _too_much("many rows", own.row_excess, rows)
+    return _too_much("a block", own.block_excess, blocks) if own.block_excess > blocks else ""
+
+
+def far_above(layers: Mapping[str, tuple[str, float, Rounding | None]]) -> dict[str, str]:
+    """Say which layers have a relative error far above that of their like.
+
+    Args:
+        layers: Encoding, relative error and rounding of each layer by module.
+    """
+    by_encoding: dict[str, list[float]] = defaultdict(list)
+    by_projection: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for module, (encoding, error, _) in sorted(layers.items(), key=lambda item: item[1][1]):
+        by_encoding[encoding].append(error)
+        by_projection[encoding, _projection(module)].append(error)
+    found = {}
+    for module, (encoding, error, rounding) in layers.items():
+        if rounding is not None and rounding.row_excess <= _ROW_LIMIT:
+            continue  # its steps are large
+        kind = by_projection[encoding, _projection(module)]
+        is_kind = len(kind) > _FEWEST_LAYERS
+        alike = kind if is_kind else by_encoding[encoding]
+        if len(alike) <= _FEWEST_LAYERS:
+            continue
+        usual = _median_of_others(alike, error)
+        if error > _TIMES_MEDIAN * usual > 0:
+            found[module] = (
+                f"stands out: weight error {error:.3g}, and the median of the other layers of its "
+                f"{'projection' if is_kind else 'encoding'} is {usual:.3g}"
+            )
+    return found
+
+
+def _median_of_others(ordered: Sequence[float], own: float) -> float:
+    """Return the median of sorted numbers without one of them."""
+    at, count = bisect_left(ordered, own), len(ordered) - 1
+    middle = [(count - 1) // 2, count // 2]
+    return statistics.fmean(ordered[n + (n >= at)] for n in middle)
+
+
+def _projection(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
 def _median(numbers: Iterable[float]) -> float:
     return statistics.median(numbers)
 
@@ -203,4 +270,4 @@ def _too_much(what: str, excess: float, limit: float) -> str:
     return f"noise of {what} is {excess:.0f} times that of rounding, limit {limit:.0f}"
 
 
-__all__ = ["Rounding", "RoundingSums", "rounding_of", "standing_out"]
+__all__ = ["Rounding", "RoundingSums", "far_above", "rounding_of", "standing_out"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantload.accuracy.weight_rounding import Rounding, rounding_of, standing_out
+from quantload.accuracy.weight_rounding import Rounding, far_above, rounding_of, standing_out
 from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import parse_scheme
 
@@ -137,3 +137,60 @@ def test_rounding_to_nearest_is_asked_of_a_layer_if_most_others_are():
 
 def test_grids_without_steps_are_left_out():
     assert standing_out({"0": ("NF4", None)}) == {}
+
+
+# -- models with few layers of a projection --------------------------------------------------------
+
+
+def of_a_small_model(**damaged):
+    """Two blocks by a tool that does not round to nearest; one layer is as given."""
+    names = [f"layers.{n}.{leaf}" for n in (0, 1) for leaf in ("q_proj", "k_proj", "down_proj")]
+    layers = {name: ("W4A16", rounding(row_excess=2.0, block_excess=14.0)) for name in names}
+    return layers | {"layers.0.k_proj": ("W4A16", rounding(**damaged))}
+
+
+@pytest.mark.parametrize(
+    ("damaged", "what"),
+    [
+        ({"row_excess": 43.0, "block_excess": 164.0}, "many rows"),
+        ({"row_excess": 6.1}, "many rows"),
+        ({"block_excess": 90.0}, "a block"),
+        ({"row_excess": 5.9, "block_excess": 60.0}, ""),
+    ],
+)
+def test_one_layer_with_far_more_noise_than_all_others(damaged, what):
+    found = standing_out(of_a_small_model(**damaged))
+    assert {name: why.split(" is ")[0] for name, why in found.items()} == (
+        {"layers.0.k_proj": f"noise of {what}"} if what else {}
+    )
+
+
+def test_weights_that_were_rescaled_are_more_than_one():
+    layers = of_a_small_model(row_excess=26.9, block_excess=190.5)
+    layers["layers.0.down_proj"] = "W4A16", rounding(row_excess=13.6, block_excess=53.6)
+    assert standing_out(layers) == {}
+
+
+def far(*errors, row_excess=None, projection="down_proj"):
+    held = None if row_excess is None else rounding(row_excess=row_excess)
+    rows = {f"layers.{n}.{projection}": ("NF4", error, held) for n, error in enumerate(errors)}
+    return far_above(rows | {f"layers.{n}.up_proj": ("NF4", 0.2, None) for n in range(2)})
+
+
+def test_an_error_far_above_the_other_layers_of_the_projection():
+    """3 times the median of the others, which is 0.105; those of up_proj are another projection."""
+    assert far(0.1, 0.11, 0.1, 0.31, 0.11) == {}
+    found = far(0.1, 0.11, 0.1, 0.32, 0.11)
+    assert found == {
+        "layers.3.down_proj": "stands out: weight error 0.32, and the median of the other layers "
+        "of its projection is 0.105"
+    }
+    assert far(0.1, 0.11, 0.1, 0.32, 0.11, row_excess=1.1) == {}  # its own steps explain it
+    assert list(far(0.1, 0.11, 0.1, 0.32, 0.11, row_excess=6.1)) == ["layers.3.down_proj"]
+
+
+def test_few_layers_of_a_projection_are_held_to_their_encoding():
+    """Four others, of which two have 0.2: their median is 0.155."""
+    assert far(0.11, 0.46, 0.1) == {}
+    assert "of its encoding is 0.155" in far(0.11, 0.47, 0.1)["layers.1.down_proj"]
+    assert far(0.11, 0.95) == {}  # three others say nothing

@@ -1,0 +1,84 @@
+"""What two config.json say differently of what a model computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantload.accuracy.config_check import config_differences
+
+CONFIG = {
+    **{"model_type": "qwen3_moe", "hidden_act": "silu", "num_hidden_layers": 2, "head_dim": 16},
+    **{"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "attention_bias": False, "vocab_size": 96},
+    **{"num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": False},
+    **{"sliding_window": 8, "logits_scaling": 4.0, "dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("num_experts_per_tok", 1), ("norm_topk_prob", False), ("attention_bias", True)],
+        *[("tie_word_embeddings", True), ("logits_scaling", 8.0), ("vocab_size", 100)],
+        *[("sliding_window", None), ("sliding_window", 4), ("rope_theta", 10000.0)],
+        *[("head_dim", 8), ("rms_norm_eps", 0.1), ("hidden_act", "gelu")],
+    ],
+)
+def test_what_changes_the_forward(key, value):
+    expected = [f"config: `{key}` is `{value}`, expected `{CONFIG[key]}`"]
+    assert config_differences({**CONFIG, key: value}, CONFIG) == expected
+    inner = {"text_config": {**CONFIG, key: value}}, {"text_config": CONFIG}
+    assert config_differences(*inner) == [expected[0].replace("`", "`text_config.", 1)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quantization_config": {"bits": 4}, "torch_dtype": "float16", "dtype": "float16"},
+        {"transformers_version": "4.51.3", "_name_or_path": "elsewhere", "use_cache": False},
+        {"bos_token_id": 7, "head_dim": None, "rms_norm_eps": 9.99999974e-06},
+    ],
+)
+def test_what_does_not(change):
+    held = CONFIG | {"transformers_version": "5", "_name_or_path": "x", "bos_token_id": 1}
+    assert config_differences(held | change, held | {"use_cache": True}) == []
+
+
+def test_a_head_of_its_own_is_a_weight():
+    assert config_differences(CONFIG, {**CONFIG, "tie_word_embeddings": True}) == []
+
+
+def test_windows_that_are_off():
+    off = {**CONFIG, "use_sliding_window": False}
+    assert config_differences({**off, "sliding_window": None}, off) == []
+
+
+def test_rope_in_two_spellings():
+    """transformers 4 writes rope_theta and rope_scaling, 5 writes rope_parameters."""
+    linear = {"factor": 2.0, "rope_type": "linear"}
+    old = {**CONFIG, "rope_scaling": {"factor": 2.0, "type": "linear"}}
+    new = {key: value for key, value in CONFIG.items() if key != "rope_theta"}
+    same = {**new, "rope_parameters": {"rope_theta": 500000.0, **linear}}
+    assert config_differences(old, same) == config_differences(same, old) == []
+    other = {**new, "rope_parameters": {"rope_theta": 10000.0, **linear, "factor": 4.0}}
+    assert config_differences(other, old) == [
+        "config: `factor` of RoPE is `4.0`, expected `2.0`",
+        "config: `rope_theta` of RoPE is `10000.0`, expected `500000.0`",
+    ]
+
+
+def test_a_base_of_rope_that_is_missing_is_the_usual_one():
+    without = {key: value for key, value in CONFIG.items() if key != "rope_theta"}
+    assert config_differences(without, CONFIG) == [
+        "config: `rope_theta` is `10000.0`, expected `500000.0`"
+    ]
+    assert config_differences(without, {**CONFIG, "rope_theta": 10000.0}) == []
+    assert config_differences(CONFIG, without) == []
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "default"}, ...])
+def test_a_scaling_that_was_lost(scaling):
+    yarn = {**CONFIG, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    held = CONFIG if scaling is ... else {**CONFIG, "rope_scaling": scaling}
+    (line,) = config_differences(held, yarn)
+    assert line.startswith("config: `rope_scaling` is ")
+    assert config_differences(held, CONFIG) == []
