@@ -36,14 +36,10 @@ from quantload.accuracy.baseline_measure import (
     name_of,
     run_both,
 )
+from quantload.accuracy.baseline_model_gates import about_blocks, about_end
 from quantload.accuracy.baseline_sketch import Sketch, read_sketch
 from quantload.accuracy.baseline_tolerances import Tolerances, widened
-from quantload.accuracy.baseline_verdict import (
-    BaselineReport,
-    about_blocks,
-    about_end,
-    judge,
-)
+from quantload.accuracy.baseline_verdict import BaselineReport, judge
 from quantload.accuracy.statistics import ids_digest
 from quantload.api_load import parse_device
 from quantload.api_plan import inspect

@@ -36,7 +36,7 @@ from quantload.cli_options import (
 from quantload.cli_stats import stats
 from quantload.cli_tokens import read_tokens, token_options, tokens_given
 from quantload.cli_tune import tune
-from quantload.errors import ConfigError, NotComparable, QuantloadError
+from quantload.errors import ConfigError, NotComparable, QuantloadError, printable
 
 if TYPE_CHECKING:
     from quantload.accuracy.compare import Tier
@@ -49,10 +49,10 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except NotComparable as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(printable(f"error: {error}", keep="\n"), err=True)
             ctx.exit(3)
         except QuantloadError as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(printable(f"error: {error}", keep="\n"), err=True)
             ctx.exit(2)
 
 

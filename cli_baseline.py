@@ -109,7 +109,8 @@ def write(
         f"{made.reference}, {made.bits_per_weight:.2f} bits a weight"
     )
     if made.tokens is not None:
-        out.print(f"{counted(made.tokens.count, 'token')} were run, sha256 {made.tokens.sha256}")
+        told = counted(made.tokens.count, "token was", "tokens were")
+        out.print(f"{told} run, sha256 {made.tokens.sha256}")
     if repeats is not None:
         noise = ", ".join(f"{name} {value:.3g} dB" for name, value in repeats.sigma_db.items())
         out.print(f"repeats ({', '.join(repeats.runs)}) lie apart by: {noise}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from quantload.errors import NotComparable, QuantloadError, counted, listed
+from quantload.errors import NotComparable, QuantloadError, counted, listed, printable
 
 if TYPE_CHECKING:
     from quantload.accuracy.baseline_verdict import BaselineReport, LayerVerdict
@@ -26,7 +26,8 @@ def summary(report: BaselineReport, *, strict: bool = False) -> list[str]:
     if report.changed:
         lines.append(f"{counted(len(report.changed), 'layer has', 'layers have')} changed")
     if again := len(report.layers) - len(report.changed):
-        lines.append(f"{counted(again, 'layer that has', 'layers that have')} not was measured too")
+        told = counted(again, "unchanged layer was", "unchanged layers were")
+        lines.append(f"{told} measured too")
     lines += _about_bits(report)
     lines += list(report.notes)
     if report.better:
@@ -39,7 +40,8 @@ def summary(report: BaselineReport, *, strict: bool = False) -> list[str]:
     lines += [f"{'FAILED ' if gate.failed else ''}{gate.text}" for gate in report.gates]
     broken = sum(bool(verdict.failure) for verdict in report.layers)
     if broken:
-        lines.append(f"FAILED {counted(broken, 'layer is', 'layers are')} worse than they may be")
+        told = counted(broken, "layer is worse than it", "layers are worse than they")
+        lines.append(f"FAILED {told} may be")
     if _passed(report, strict=strict):
         return [*lines, "passed"]
     return [*lines, *_where(report), "FAILED"]
@@ -74,7 +76,8 @@ def failure_text(report: BaselineReport, *, accept: str, strict: bool = False) -
         strict: Layers that are better than the baseline fail too.
     """
     lines = [f"  {_line(verdict)}" for verdict in report.worst(_SHOWN)]
-    return "\n".join([*lines, *summary(report, strict=strict), f"to accept: {accept}"])
+    shown = [printable(line) for line in (*lines, *summary(report, strict=strict))]
+    return "\n".join([*shown, f"to accept: {accept}"])
 
 
 def _line(verdict: LayerVerdict) -> str:
@@ -102,16 +105,16 @@ def show_check(report: BaselineReport, *, accept: str, strict: bool = False) -> 
         )
         for verdict in report.worst(_SHOWN):
             table.add_row(
-                verdict.name,
+                printable(verdict.name),
                 f"{verdict.before.weight:.5g}",
                 _now(verdict),
                 f"{verdict.change_db:+.3f} dB",
                 f"{verdict.tolerance_db:.3g} dB",
-                verdict.failure,
+                printable(verdict.failure),
             )
         out.print(table)
     for line in summary(report, strict=strict):
-        out.print(line)
+        out.print(printable(line))
     if not _passed(report, strict=strict):
         out.print(f"to accept: {accept}", soft_wrap=True)
 
@@ -222,7 +225,11 @@ def error_junit(error: QuantloadError, file: Path) -> str:
 
 
 def _xml(suite: ElementTree.Element) -> str:
+    """Return the file's text; what XML cannot hold, as control characters of names, is escaped."""
     ElementTree.indent(suite)
+    for element in suite.iter():
+        for key, value in element.attrib.items():
+            element.set(key, printable(value, keep="\n" if key == "message" else ""))
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
 
@@ -261,6 +268,7 @@ def _annotation(kind: str, file: Path, text: str) -> str:
 
 def _escaped(text: str, *, of_property: bool = False) -> str:
     """Escape as GitHub's runner unescapes; in properties `:` and `,` too."""
+    text = printable(text, keep="\r\n")
     for character, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
         text = text.replace(character, code)
     if of_property:

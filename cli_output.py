@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quantload.accuracy.verify import VerifyReport
+from quantload.errors import printable as printable
 from quantload.loader.manifest import FileCheck
 
 _WIDTH_WITHOUT_TERMINAL = 1000  # nothing is wrapped in a file or a pipe
@@ -116,21 +117,6 @@ class BarProgress:
 def print_json(content: Mapping[str, Any]) -> None:
     """Print one JSON object on the last line of stdout."""
     print(json.dumps(content, ensure_ascii=False, allow_nan=False, default=str))
-
-
-def printable(text: str, *, keep: str = "") -> str:
-    r"""Return a text from a file, as a tensor's name, so that it shows as what it is.
-
-    Characters that steer a terminal, turn the direction of writing or cannot stand in XML are
-    written as Python's escapes: `\x1b`, `\u202e`, `\n`.
-
-    Args:
-        text: The text.
-        keep: Such characters that stay, as line ends of a message.
-    """
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
-    )
 
 
 # -- rows that differ only in layer numbers are shown as one ---------------------------------------

@@ -161,6 +161,21 @@ def listed(items: Iterable[object], *, limit: int = 5) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Return a text from a file, as a tensor's name, so that it shows as what it is.
+
+    Characters that steer a terminal, turn the direction of writing or cannot stand in XML are
+    written as Python's escapes: `\x1b`, `\u202e`, `\n`.
+
+    Args:
+        text: The text.
+        keep: Such characters that stay, as line ends of a message.
+    """
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def counted(count: int, one: str, more: str = "") -> str:
     """Return a number of things for people: "1 module is kept", "3 modules are kept".
 

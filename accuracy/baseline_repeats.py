@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quantload.accuracy.baseline import Baseline, LayerBaseline
 from quantload.accuracy.baseline_tolerances import Repeats
-from quantload.accuracy.baseline_verdict import ARITHMETIC, added_by, change_db
+from quantload.accuracy.baseline_verdict import ARITHMETIC, added_by, beyond, change_db
 
 _SQUARES = ("noise",)  # statistics that go with the square of an error
 _Number = Callable[[LayerBaseline], float | None]
@@ -94,21 +94,15 @@ def _changes(
         if before is None or now is None or min(before, now) <= ARITHMETIC["float32"].output:
             return []
         more = added_by(first, one.dtype).output if "output" in statistic else 0.0
-        found.append((0.5 if statistic in _SQUARES else 1.0) * _beyond(before, now, more))
+        found.append((0.5 if statistic in _SQUARES else 1.0) * beyond(before, now, more))
     return found
-
-
-def _beyond(before: float, now: float, more: float) -> float:
-    """Return by how many dB a number lies outside of what arithmetic makes of another."""
-    above = change_db(math.hypot(before, more), now)
-    return above if above > 0 else min(change_db(before, now), 0.0)
 
 
 def _of_model(first: Baseline, repeats: Sequence[Baseline]) -> dict[str, float]:
     """Return sigma of the hidden states after blocks, and of the mean KL."""
     found: dict[str, float] = {}
     blocks = [
-        _beyond(before, one.blocks[path], added_by(first, one.dtype).block)
+        beyond(before, one.blocks[path], added_by(first, one.dtype).block)
         for one in repeats
         for path, before in first.blocks.items()
         if path in one.blocks and before > ARITHMETIC["float32"].block

@@ -13,12 +13,11 @@ as independent ones, in quadrature (`ARITHMETIC`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quantload.accuracy.baseline import Baseline, LayerBaseline
 from quantload.accuracy.baseline_tolerances import LAYER_SIGMAS, MEAN_SIGMAS, Tolerances
-from quantload.errors import NotComparable, counted, listed
 
 _STEPS_MORE, _BLOCK_MORE = 0.05, 4.0
 _TINY = 1e-12  # a relative error that counts as none
@@ -198,6 +197,18 @@ def change_db(before: float, now: float) -> float:
     return 20 * math.log10(now / before)
 
 
+def beyond(before: float, now: float, more: float) -> float:
+    """Return by how many dB an error lies outside of what arithmetic makes of another.
+
+    Args:
+        before: The other.
+        now: The error.
+        more: What arithmetic adds, in quadrature.
+    """
+    above = change_db(math.hypot(before, more), now)
+    return above if above > 0 else min(change_db(before, now), 0.0)
+
+
 def added_by(baseline: Baseline, dtype: str) -> Arithmetic:
     """Return what the arithmetic of a check adds to what that of the baseline did."""
     then, now = (ARITHMETIC.get(name, ARITHMETIC["bfloat16"]) for name in (baseline.dtype, dtype))
@@ -301,84 +312,13 @@ def _mean_gate(what: str, changes: list[float], allowed: float) -> Gate:
     )
 
 
-# -- the whole model -------------------------------------------------------------------------------
-
-
-def about_blocks(baseline: Baseline, now: Mapping[str, float], *, dtype: str) -> Iterator[Gate]:
-    """Judge the hidden states after each block by the first that is worse than it may be.
-
-    Args:
-        baseline: With `blocks`.
-        now: From `block_medians`.
-        dtype: In which both models ran.
-    """
-    more = added_by(baseline, dtype).block
-    changes = {
-        path: change_db(math.hypot(before, more), now[path])
-        for path, before in baseline.blocks.items()
-        if path in now
-    }
-    if not changes:
-        return
-    allowed = baseline.tolerances.block_median_db
-    worse = [path for path, change in changes.items() if change > allowed]
-    shown = worse[0] if worse else max(changes, key=lambda path: changes[path])
-    others = f", and after {counted(len(worse) - 1, 'later block')}" if len(worse) > 1 else ""
-    yield Gate(
-        what="blocks",
-        change=changes[shown],
-        allowed=allowed,
-        text=f"error of the hidden states after `{shown}` (median of tokens) "
-        f"{baseline.blocks[shown]:.5g} -> {now[shown]:.5g} ({changes[shown]:+.2f} dB, may grow by "
-        f"{allowed:g} dB){others}",
-    )
-
-
-def about_end(
-    baseline: Baseline, now: Mapping[str, tuple[float, float]], *, dtype: str = "float32"
-) -> Iterator[Gate]:
-    """Judge the output of the model.
-
-    Args:
-        baseline: With `end`.
-        now: Mean and standard error by metric.
-        dtype: In which both models ran.
-
-    Raises:
-        NotComparable: The baseline has a metric that was not measured.
-    """
-    _check_metrics(baseline.end, now)
-    tolerances = baseline.tolerances
-    for metric, (before, before_error) in baseline.end.items():
-        mean, error = now[metric]
-        spread = tolerances.standard_errors * math.hypot(before_error, error)
-        grew = before - mean if metric == "top1" else mean - before
-        more = added_by(baseline, dtype).kl
-        allowed = max(spread, tolerances.top1)
-        if metric != "top1":
-            allowed = max(spread, tolerances.kl_relative * abs(before)) + more
-        yield Gate(
-            what=metric,
-            change=grew,
-            allowed=allowed,
-            text=f"{metric} {before:.5g} +- {before_error:.2g} -> {mean:.5g} +- {error:.2g}, may "
-            f"change by {allowed:.2g}",
-        )
-
-
-def _check_metrics(wanted: Iterable[str], found: Mapping[str, object]) -> None:
-    if missing := [metric for metric in wanted if metric not in found]:
-        raise NotComparable(f"the baseline has {listed(missing)} at the output, the check has not")
-
-
 __all__ = [
     "ARITHMETIC",
     "BaselineReport",
     "Gate",
     "LayerVerdict",
-    "about_blocks",
-    "about_end",
     "added_by",
+    "beyond",
     "change_db",
     "judge",
 ]

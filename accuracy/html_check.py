@@ -13,7 +13,7 @@ from quantload.accuracy.html_parts import Cell, Column, Figure, LegendEntry, Par
 from quantload.accuracy.layer_ranking import Place, place_of
 from quantload.accuracy.svg_axes import Axis
 from quantload.accuracy.svg_charts import FULL, Series, line_chart, swatch
-from quantload.errors import counted
+from quantload.errors import counted, printable
 
 _WORST = 10
 _LARGEST_DB = 60.0  # a chart's ends: an error that was none before has no dB at all
@@ -49,7 +49,7 @@ def check_page(
     has_output = any(layer.now.output_median is not None for layer in worst)
     columns = (*_COLUMNS, *(_OUTPUT_COLUMNS if has_output else ()))
     rows = [_row(layer, len(columns)) for layer in worst]
-    return render(
+    page = render(
         "check.html.j2",
         version=__version__,
         candidate=candidate,
@@ -63,6 +63,7 @@ def check_page(
         worst=rows[:_WORST],
         rest=rows[_WORST:],
     )
+    return printable(page, keep="\n")  # a name may turn the direction of writing
 
 
 def _facts(report: BaselineReport) -> list[tuple[str, str, str]]:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 import tiny_checkpoints as tiny
+import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from quantload import api
+from quantload.accuracy.baseline import Baseline, LayerBaseline
+from quantload.accuracy.baseline_verdict import judge
 from quantload.cli import main
+from quantload.cli_baseline_report import error_junit, error_lines, summary
+from quantload.errors import BaselineError
 
 GATE = "model.layers.0.mlp.gate_proj"
 
@@ -177,3 +183,54 @@ def test_exit_codes_of_the_process(made, tmp_path):
     ):
         done = subprocess.run([*command, *map(str, arguments)], check=False, capture_output=True)
         assert done.returncode == code, (arguments, done.stderr)
+
+
+def test_names_that_steer_a_terminal_are_written_out(made, tmp_path):
+    """A tensor's name comes from a file that anyone may have made."""
+    source, output, broken, _ = made
+    hostile = "model.layers.0.mlp.\x1b[31mg\u202eate\nproj"
+    folders = []
+    for folder in (source, output, broken):
+        tensors = load_file(folder / "model.safetensors")
+        tensors[f"{hostile}.scale"] = torch.ones(2) * (1 + len(folders))
+        copy = tmp_path / folder.name
+        copy.mkdir()
+        (copy / "config.json").write_bytes((folder / "config.json").read_bytes())
+        save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+        folders.append(copy)
+    file, junit, page = (tmp_path / name for name in ("b.json", "junit.xml", "page.html"))
+    run("write", *folders[:2], file, "--quiet")
+    found = run(
+        *("check", folders[2], file, "--ref", folders[0], "--quiet", "--github"),
+        *("--junit", junit, "--html", page),
+    )
+    assert found.exit_code == 1, found.output
+    shown = r"model.layers.0.mlp.\x1b[31mg\u202eate\nproj.scale"
+    assert shown in found.output
+    names = [case.get("name") for case in ElementTree.parse(junit).getroot()]
+    assert shown in names
+    for text in (found.output, junit.read_text(), page.read_text()):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    error = BaselineError("of `a\x00b`", hint="\x1b[2J")
+    told = ElementTree.fromstring(error_junit(error, file))[0].find("error").get("message")
+    assert told == "of `a\\x00b`\n\nhint: \\x1b[2J"
+    assert error_lines(error, file)[0].endswith(r"of `a\x00b`%0A%0Ahint: \x1b[2J")
+
+
+def test_counts_are_told_in_sentences():
+    layer = LayerBaseline(candidate="0", reference="1", encoding="W8A8", weight=0.1)
+    now = replace(layer, candidate="2", weight=0.2)
+    baseline = Baseline(
+        reference="r", candidate="c", bits_per_weight=8.0, layers={"a": layer, "b": layer}
+    )
+    same = replace(layer)  # measured again
+    one = summary(judge(baseline, {"a": now, "b": same}))
+    assert "FAILED 1 layer is worse than it may be" in one
+    assert "1 unchanged layer was measured too" in one
+    assert "FAILED 2 layers are worse than they may be" in summary(
+        judge(baseline, {"a": now, "b": now})
+    )
+    assert "2 unchanged layers were measured too" in summary(
+        judge(baseline, {"a": same, "b": same})
+    )

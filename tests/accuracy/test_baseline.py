@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from quantload import api, api_baseline
 from quantload.accuracy.baseline import LayerBaseline, baseline_text, read_baseline
+from quantload.accuracy.baseline_model_gates import about_blocks, about_end
 from quantload.accuracy.baseline_tolerances import Tolerances
-from quantload.accuracy.baseline_verdict import about_blocks, about_end, change_db, judge
+from quantload.accuracy.baseline_verdict import change_db, judge
 from quantload.accuracy.value_digest import value_digest
 from quantload.errors import BaselineError, NotComparable, OutputError
 
@@ -134,6 +135,10 @@ def test_a_block_that_drifts_further_fails(made):
     assert "after `a.1`" in gate.text
     assert "after 1 later block" in gate.text
     assert gate.change == pytest.approx(0.828, abs=1e-3)
+    none = replace(baseline, blocks={"a.0": 0.0})
+    (gate,) = about_blocks(none, {"a.0": 0.0}, dtype="float32")
+    assert gate.change == 0.0
+    assert "(+0.00 dB" in gate.text
 
 
 def test_only_some_layers_are_looked_at_and_the_others_kept(made, tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from quantload.accuracy.baseline import Baseline, LayerBaseline, baseline_text, read_baseline
+from quantload.accuracy.baseline_model_gates import about_blocks, about_end
 from quantload.accuracy.baseline_repeats import repeats_of
 from quantload.accuracy.baseline_tolerances import (
     Repeats,
@@ -19,7 +20,7 @@ from quantload.accuracy.baseline_tolerances import (
     tolerances_of,
     widened,
 )
-from quantload.accuracy.baseline_verdict import about_blocks, about_end, judge
+from quantload.accuracy.baseline_verdict import judge
 from quantload.errors import BaselineError
 
 NAMES = [f"model.layers.{i}.{name}" for i in range(8) for name in ("k_proj", "down_proj")]
