@@ -50,6 +50,13 @@ def config_differences(
     return lines
 
 
+def model_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config.json that change what the model computes, `text_config` too."""
+    found = {k: v for k, v in config.items() if k not in _BOOKKEEPING and not k.startswith("_")}
+    inner = found.get("text_config")
+    return found | {"text_config": model_facts(inner)} if isinstance(inner, Mapping) else found
+
+
 def _differences(
     output: Mapping[str, Any],
     source: Mapping[str, Any],
@@ -66,7 +73,7 @@ def _differences(
             found, expected = _window(output), _window(source)
         if key == "tie_word_embeddings" and not found:
             continue  # a head of its own is a weight, which is compared as such
-        if not _is_same(found, expected):
+        if not is_same(found, expected):
             yield f"config: `{prefix}{key}` is `{found}`, expected `{expected}`"
     if keys is None:
         yield from _of_rope(output, source, prefix)
@@ -102,7 +109,7 @@ def _of_rope(output: Mapping[str, Any], source: Mapping[str, Any], prefix: str) 
         found, expected = (config.get(key, default) for config in configs)
         if key == "rope_scaling" and all(_is_plain(value) for value in (found, expected)):
             continue
-        if not _is_same(found, expected):
+        if not is_same(found, expected):
             yield f"config: `{prefix}{key}` is `{found}`, expected `{expected}`"
 
 
@@ -120,7 +127,7 @@ def _of_two_spellings(
         one, other = found.get(key), expected.get(key)
         if key == "rope_theta" and (one is None or other is None):
             continue
-        if not _is_same(one, other):
+        if not is_same(one, other):
             yield f"config: `{prefix}{key}` of RoPE is `{one}`, expected `{other}`"
 
 
@@ -140,10 +147,11 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _is_same(one: object, other: object) -> bool:
+def is_same(one: object, other: object) -> bool:
+    """Return whether two values of a config mean the same."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return all(
-            _is_same(one[key], other[key]) for key in one.keys() & other.keys() - _BOOKKEEPING
+            is_same(one[key], other[key]) for key in one.keys() & other.keys() - _BOOKKEEPING
         )
     if isinstance(one, int | float) and isinstance(other, int | float):
         return math.isclose(one, other, rel_tol=1e-6)  # some containers hold them in float32

@@ -119,6 +119,11 @@ def _config_object(
         ) from error
 
 
+def config_defaults(model_type: str) -> dict[str, Any]:
+    """Return what transformers takes for keys that a config.json lacks; {} for unknown types."""
+    return CONFIG_MAPPING[model_type]().to_dict() if model_type in CONFIG_MAPPING else {}
+
+
 def _decoded(value: Any) -> Any:  # noqa: ANN401 - JSON
     """Copy a JSON value; transformers writes infinities as {"__float__": "Infinity"}."""
     if isinstance(value, dict):

@@ -257,7 +257,13 @@ def test_digests_are_of_values():
     weight = torch.arange(12.0).view(3, 4)
     assert value_digest(weight) == value_digest(weight.t().contiguous().t())
     assert value_digest(weight) != value_digest(weight.view(4, 3))
-    assert value_digest(weight) != value_digest(weight.to(torch.float16))
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        assert value_digest(weight) == value_digest(weight.to(dtype))
+    in_half = torch.tensor([1 + 2.0**-10, 3.0])  # no bfloat16
+    assert value_digest(in_half) == value_digest(in_half.half())
+    assert value_digest(in_half) != value_digest(in_half.bfloat16())
+    assert value_digest(torch.tensor([0.0])) != value_digest(torch.tensor([-0.0]))
+    assert value_digest(weight) != value_digest(weight.to(torch.int32))
     assert len(value_digest(weight)) == 16
 
 
