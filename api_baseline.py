@@ -8,6 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +17,6 @@ from quantload.accuracy.baseline import (
     LayerBaseline,
     Tokens,
     baseline_text,
-    read_baseline,
 )
 from quantload.accuracy.baseline_check import (
     Measuring,
@@ -25,6 +25,8 @@ from quantload.accuracy.baseline_check import (
     measured_layers,
     with_output_errors,
 )
+from quantload.accuracy.baseline_config import changed_facts, kept_facts
+from quantload.accuracy.baseline_file import read_baseline
 from quantload.accuracy.baseline_measure import (
     Setting,
     bits_per_weight,
@@ -39,13 +41,24 @@ from quantload.accuracy.baseline_measure import (
 from quantload.accuracy.baseline_model_gates import about_blocks, about_end
 from quantload.accuracy.baseline_sketch import Sketch, read_sketch
 from quantload.accuracy.baseline_tolerances import Tolerances, widened
-from quantload.accuracy.baseline_verdict import BaselineReport, judge
+from quantload.accuracy.baseline_verdict import FEWEST_TOKENS, BaselineReport, judge
 from quantload.accuracy.statistics import ids_digest
 from quantload.api_load import parse_device
 from quantload.api_plan import inspect
-from quantload.errors import BaselineError, ConfigError, OutputError, counted
+from quantload.errors import (
+    BaselineError,
+    ConfigError,
+    NotComparable,
+    OutputError,
+    QuantloadError,
+    counted,
+)
 from quantload.loader.model_dtype import parse_dtype
+from quantload.loader.source import Source
 from quantload.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from quantload.accuracy.compare_outputs import OutputComparison
 
 
 def write_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
@@ -168,7 +181,8 @@ def check_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
     Raises:
         BaselineError: The file cannot be read or is damaged.
         NotComparable: The reference, an encoding or the model is another than the baseline's, or a
-            layer has changed and nothing says what the reference has.
+            layer has changed and nothing says what the reference has. A reference that is given is
+            held to the baseline's digests even where nothing has changed.
         ConfigError: `measure_all` without a reference.
     """
     if measure_all and reference is None:
@@ -177,6 +191,8 @@ def check_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
     baseline = read_baseline(place)
     opened = inspect(candidate)
     source = None if reference is None else inspect(reference)
+    if source is not None:
+        _check_reference_config(baseline, source)
     how = Measuring(known=baseline.layers, only=only, again=measure_all)
     if source is None and (kept := baseline.sketch) is not None:
         lazily = cache(lambda: read_sketch(place.with_name(kept.file), kept.sha256))
@@ -187,10 +203,17 @@ def check_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
         raise BaselineError(f"`{only}` matches no layer of `{file}` or of `{name_of(opened)}`")
     held = replace(baseline, layers=asked, tolerances=tolerances or baseline.tolerances)
     made = replace(baseline, candidate=name_of(opened), bits_per_weight=bits_per_weight(opened))
+    facts = kept_facts(opened.checkpoint.config)
+    config = tuple(changed_facts(baseline.candidate_config, facts))
     measured = {name for name, layer in now.items() if layer is not baseline.layers.get(name)}
-    ran = source is not None and baseline.tokens is not None and bool(measured) and run
-    if ran and source is not None and baseline.tokens is not None:
-        outputs = run_both(source, opened, baseline.tokens, setting)
+    outputs, notes = None, []
+    if source is not None and run and held.tokens is not None and (measured or config):
+        if now.keys() != asked.keys():
+            notes.append("layers came or went, so the models were not run")
+        else:
+            outputs, why_not = _outputs(source, opened, held.tokens, setting, config)
+            notes += [why_not] if why_not else []
+    if outputs is not None:
         now = with_output_errors(now, outputs, of=measured)
         made = replace(
             made,
@@ -199,25 +222,50 @@ def check_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
             made_on=setting.made_on,
         )
     others = {name: layer for name, layer in baseline.layers.items() if name not in asked}
-    made = replace(made, layers={**others, **now})
-    return _report(held, made, now, ran=ran, dtype=dtype_name(setting.dtype))
+    made = replace(made, layers={**others, **now}, candidate_config=facts)
+    report = _report(held, made, now, ran=outputs is not None, dtype=dtype_name(setting.dtype))
+    return replace(report, config=config, notes=(*notes, *report.notes))
+
+
+def _check_reference_config(baseline: Baseline, source: Source) -> None:
+    facts = kept_facts(source.checkpoint.config)
+    if changes := changed_facts(baseline.reference_config, facts):
+        raise NotComparable(
+            f"the reference is another than the baseline's: {'; '.join(changes)}",
+            hint="check against the reference that the baseline was made with, or write it again",
+        )
+
+
+def _outputs(
+    reference: Source, candidate: Source, tokens: Tokens, setting: Setting, config: tuple[str, ...]
+) -> tuple[OutputComparison | None, str]:
+    """Run both; of a changed config that no model can be built with it says why not."""
+    try:
+        return run_both(reference, candidate, tokens, setting), ""
+    except QuantloadError as error:
+        if not config:
+            raise
+        return None, f"the candidate cannot be run with this config: {error.message}"
 
 
 def _report(
     held: Baseline, made: Baseline, now: dict[str, LayerBaseline], *, ran: bool, dtype: str
 ) -> BaselineReport:
-    report = judge(held, now, dtype=dtype)
+    is_enough = held.tokens is None or held.tokens.count >= FEWEST_TOKENS or dtype == held.dtype
+    report = judge(held, now, dtype=dtype, outputs=is_enough)
     gates = report.gates
-    if ran:
+    if ran and is_enough:
         gates += (
             *about_blocks(held, made.blocks, dtype=dtype),
             *about_end(held, made.end, dtype=dtype),
         )
-    notes = tuple(_notes(report, held, ran=ran, dtype=dtype))
+    notes = tuple(_notes(report, held, ran=ran, dtype=dtype, is_enough=is_enough))
     return replace(report, gates=gates, notes=notes, now=made)
 
 
-def _notes(report: BaselineReport, held: Baseline, *, ran: bool, dtype: str) -> Iterator[str]:
+def _notes(
+    report: BaselineReport, held: Baseline, *, ran: bool, dtype: str, is_enough: bool
+) -> Iterator[str]:
     """Say what a check could not look at, and what it allowed for."""
     if report.estimated and held.sketch is not None:
         yield (
@@ -227,7 +275,13 @@ def _notes(report: BaselineReport, held: Baseline, *, ran: bool, dtype: str) -> 
         )
     if report.layers and held.tokens is not None and not ran:
         yield "nothing was run: outputs of layers, hidden states and KL were not looked at"
-    if ran and dtype != held.dtype:
+    if ran and not is_enough and held.tokens is not None:
+        yield (
+            f"both ran in {dtype}, for the baseline in {held.dtype}, on "
+            f"{counted(held.tokens.count, 'token')}: too few to judge outputs, hidden states and "
+            f"KL by, {FEWEST_TOKENS} are needed"
+        )
+    elif ran and dtype != held.dtype:
         yield (
             f"both ran in {dtype}, for the baseline in {held.dtype}: what that adds to errors of "
             "outputs is allowed for"

@@ -22,7 +22,7 @@ from quantload.cli_baseline_report import (
 )
 from quantload.cli_options import JSON, QUIET
 from quantload.cli_tokens import read_tokens, token_options
-from quantload.errors import QuantloadError, counted
+from quantload.errors import QuantloadError, counted, printable
 
 _DEVICE = click.option("--device", help="cpu or cuda; default cuda if there is one.")
 _DTYPE = click.option("--dtype", default="float32", show_default=True, help="dtype of the runs.")
@@ -79,6 +79,8 @@ def write(
     --overwrite the tokens and tolerances of FILE stay, unless others are given.
     """
     from quantload import api_baseline
+    from quantload.accuracy.baseline_config import changed_facts
+    from quantload.accuracy.baseline_verdict import FEWEST_TOKENS
     from quantload.cli_output import BarProgress, console, print_json
 
     with BarProgress(quiet=flags["quiet"]) as progress:
@@ -91,12 +93,14 @@ def write(
             **{name: flags[name] for name in _PASSED_ON},
         )
     repeats = made.repeats
+    differences = changed_facts(made.reference_config, made.candidate_config)
     if as_json:
         print_json(
             {
                 "quantload_baseline": 1,
                 "file": str(file),
                 "layers": len(made.layers),
+                "config": differences,
                 "tokens": 0 if made.tokens is None else made.tokens.count,
                 "repeat_sigma_db": {} if repeats is None else dict(repeats.sigma_db),
                 "sketch": None if made.sketch is None else made.sketch.file,
@@ -111,6 +115,12 @@ def write(
     if made.tokens is not None:
         told = counted(made.tokens.count, "token was", "tokens were")
         out.print(f"{told} run, sha256 {made.tokens.sha256}")
+        if made.tokens.count < FEWEST_TOKENS:
+            out.print(
+                f"fewer than {FEWEST_TOKENS} tokens: a check in another dtype judges weights only"
+            )
+    for line in differences:
+        out.print(printable(f"{line}, as the reference has it"))
     if repeats is not None:
         noise = ", ".join(f"{name} {value:.3g} dB" for name, value in repeats.sigma_db.items())
         out.print(f"repeats ({', '.join(repeats.runs)}) lie apart by: {noise}")

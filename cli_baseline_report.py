@@ -34,6 +34,7 @@ def summary(report: BaselineReport, *, strict: bool = False) -> list[str]:
         names = listed(verdict.name for verdict in report.better)
         begin = "FAILED " if strict else ""
         lines.append(f"{begin}better than the baseline, which can be tightened: {names}")
+    lines += [f"FAILED {line}" for line in report.config]
     for layers, what in ((report.added, "not in the baseline"), (report.removed, "missing")):
         if layers:
             lines.append(f"FAILED {what}: {listed(layers)}")
@@ -127,6 +128,7 @@ def check_json(report: BaselineReport, *, strict: bool = False) -> dict[str, Any
         "unchanged": report.unchanged,
         "added": list(report.added),
         "removed": list(report.removed),
+        "config": list(report.config),
         "failures": list(report.failures),
         "notes": list(report.notes),
         "gates": [

@@ -238,7 +238,7 @@ class QuantloadCheck:
         tolerances: Mapping[str, Any] | None,
     ) -> Tolerances:
         """Return what this check allows: the file's, then the ini's, then the test's own."""
-        from quantload.accuracy.baseline import read_baseline
+        from quantload.accuracy.baseline_file import read_baseline
         from quantload.accuracy.baseline_tolerances import overridden
 
         baseline = read_baseline(file)
@@ -323,7 +323,7 @@ def _sequences(
 
 
 def _check_tokens(file: Path, sequences: Sequence[Sequence[int]]) -> None:
-    from quantload.accuracy.baseline import read_baseline
+    from quantload.accuracy.baseline_file import read_baseline
     from quantload.accuracy.statistics import ids_digest
     from quantload.errors import NotComparable
 

@@ -1,10 +1,13 @@
 """The baseline file: what every layer of a checkpoint lost, kept in a repository.
 
     {
-     "quantload_baseline": 1,
+     "quantload_baseline": 2,
      "metric": "relative_l2/1",
+     "sha256": "...",
      "reference": {"name": "qwen-bf16", "digest": "sha256:..."},
      "candidate": {"name": "qwen-w4", "digest": "sha256:...", "bits_per_weight": 4.16},
+     "reference_config": {"model_type": "qwen3", "rms_norm_eps": 1e-06, ...},
+     "candidate_config": {...},
      "tokens": {"sha256": "...", "count": 2048, "ids": [[1, 2, ...], ...]},
      "made_on": {"device": "cpu", "dtype": "float32", "torch": "2.13.0", ...},
      "tolerances": {"weight_db": 0.02, ..., "layers": {"*.k_proj": {"weight_db": 0.1}}},
@@ -21,28 +24,24 @@
 A line a layer, sorted, numbers of 6 significant digits: a change reads well in a diff. Digests are
 of values, not of files: a checkpoint that is packed in another way is the same. `made_on` is shown
 when a check fails and never compared; its dtype says what arithmetic adds to errors of outputs. The
-token ids are in the file, so that it means the same everywhere. Tolerances: see
-`baseline_tolerances.py`; sketches of the reference: `baseline_sketch.py`.
+token ids are in the file, so that it means the same everywhere. Of config.json the keys are kept
+that change what a model computes. `sha256` is of all but itself and the tolerances, which may be
+edited: see `baseline_tolerances.py`; sketches of the reference: `baseline_sketch.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from quantload.accuracy.baseline_tolerances import (
-    Repeats,
-    Tolerances,
-    tolerances_json,
-    tolerances_of,
-)
+from quantload.accuracy.baseline_tolerances import Repeats, Tolerances, tolerances_json
 from quantload.errors import BaselineError
 
-VERSION, METRIC = 1, "relative_l2/1"
+VERSION, METRIC = 2, "relative_l2/1"
+ABSENT = "absent"  # the digest of what a side has not, or has no relative error
 _OPTIONAL = ("repeats", "sketch", "blocks")
 _DIGITS = 6
 
@@ -61,6 +60,7 @@ class LayerBaseline:
         output: Relative L2 error of the isolated output over all tokens; None without tokens.
         output_median: Median over tokens of the relative error of each; None likewise.
         tokens: Tokens that reached it; None likewise.
+        input: The fixed scale of its input, and zero point; None where there is none.
         estimate_db: Standard error of `weight` where it is an estimate from a sketch; None where it
             was measured. Never in a baseline.
     """
@@ -74,6 +74,7 @@ class LayerBaseline:
     output: float | None = None
     output_median: float | None = None
     tokens: int | None = None
+    input: str | None = None
     estimate_db: float | None = None
 
 
@@ -123,6 +124,8 @@ class Baseline:
         repeats: What was measured of repeats; None if nothing was.
         sketch: The sketch of the reference; None if none was kept.
         made_on: Where it was made, for people.
+        reference_config: What the reference's config.json says of the model, see `kept_facts`.
+        candidate_config: The same of the candidate.
     """
 
     reference: str
@@ -136,6 +139,8 @@ class Baseline:
     repeats: Repeats | None = None
     sketch: KeptSketch | None = None
     made_on: Mapping[str, str] = field(default_factory=dict)
+    reference_config: Mapping[str, Any] = field(default_factory=dict)
+    candidate_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
@@ -152,16 +157,23 @@ class Baseline:
 
 
 def baseline_text(baseline: Baseline) -> str:
-    """Return the file's text; equal baselines have equal text."""
+    """Return the file's text; equal baselines have equal text.
+
+    Raises:
+        BaselineError: A number is not finite.
+    """
     head: dict[str, Any] = {
         "quantload_baseline": VERSION,
         "metric": METRIC,
+        "sha256": "",
         "reference": {"name": baseline.reference, "digest": baseline.digest("reference")},
         "candidate": {
             "name": baseline.candidate,
             "digest": baseline.digest("candidate"),
             "bits_per_weight": _rounded(baseline.bits_per_weight),
         },
+        "reference_config": dict(sorted(baseline.reference_config.items())),
+        "candidate_config": dict(sorted(baseline.candidate_config.items())),
         "tokens": None if baseline.tokens is None else asdict(baseline.tokens),
         "made_on": dict(sorted(baseline.made_on.items())),
         "tolerances": tolerances_json(baseline.tolerances),
@@ -171,16 +183,24 @@ def baseline_text(baseline: Baseline) -> str:
         "blocks": _rounded(dict(baseline.blocks)),
     }
     head = {key: value for key, value in head.items() if value or key not in _OPTIONAL}
-    lines = [f" {json.dumps(key)}: {_compact(value)}," for key, value in head.items()]
-    layers = [
-        f"  {json.dumps(name)}: {_compact(_layer_json(layer))}"
-        for name, layer in sorted(baseline.layers.items())
-    ]
-    return "\n".join(["{", *lines, ' "layers": {', ",\n".join(layers), " }", "}", ""])
+    layers = {name: _layer_json(layer) for name, layer in sorted(baseline.layers.items())}
+    head["sha256"] = content_digest({**head, "layers": layers})
+    lines = [f" {json.dumps(key)}: {_compact(key, value)}," for key, value in head.items()]
+    shown = [f"  {json.dumps(name)}: {_compact(name, layer)}" for name, layer in layers.items()]
+    return "\n".join(["{", *lines, ' "layers": {', ",\n".join(shown), " }", "}", ""])
 
 
-def _compact(value: object) -> str:
-    return json.dumps(value, separators=(", ", ": "), allow_nan=False)
+def content_digest(content: Mapping[str, Any]) -> str:
+    """Return the sha256 of all that a baseline file holds, but for this and its tolerances."""
+    kept = {k: v for k, v in content.items() if k not in ("sha256", "tolerances")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _compact(what: str, value: object) -> str:
+    try:
+        return json.dumps(value, separators=(", ", ": "), allow_nan=False)
+    except ValueError as error:
+        raise BaselineError(f"`{what}` is not finite: `{value}`") from error
 
 
 def _layer_json(layer: LayerBaseline) -> dict[str, Any]:
@@ -201,108 +221,14 @@ def _rounded(value: Any) -> Any:  # noqa: ANN401 - what JSON holds
     return [_rounded(v) for v in value] if isinstance(value, (tuple, list)) else value
 
 
-# -- reading ---------------------------------------------------------------------------------------
-
-
-def read_baseline(file: Path) -> Baseline:
-    """Read a baseline file.
-
-    Raises:
-        BaselineError: It cannot be read, is of another version, or is damaged.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BaselineError(
-            f"there is no baseline `{file}`", hint="`quantload baseline write` makes one"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise BaselineError(f"cannot read the baseline `{file}`: {error}") from error
-    version = content.get("quantload_baseline") if isinstance(content, dict) else None
-    if version != VERSION:
-        raise BaselineError(f"`{file}` is of version `{version}`, expected `{VERSION}`")
-    if content.get("metric") != METRIC:
-        raise BaselineError(f"`{file}` holds `{content.get('metric')}`, expected `{METRIC}`")
-    try:
-        found = _baseline_of(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"no `{error.args[0]}`" if isinstance(error, KeyError) else str(error)
-        raise BaselineError(f"the baseline `{file}` is damaged: {what}") from error
-    found.tolerances.check_patterns(found.layers, file)
-    for side in ("reference", "candidate"):
-        if content[side]["digest"] != found.digest(side):
-            raise BaselineError(
-                f"the baseline `{file}` is damaged: digests of the {side}'s layers do not give "
-                f"`{content[side]['digest']}`",
-                hint="it was edited by hand, or merged; write it again",
-            )
-    return found
-
-
-def _baseline_of(content: Mapping[str, Any]) -> Baseline:
-    tokens = content["tokens"]
-    return Baseline(
-        reference=content["reference"]["name"],
-        candidate=content["candidate"]["name"],
-        bits_per_weight=float(content["candidate"]["bits_per_weight"]),
-        layers={name: _layer_of(name, layer) for name, layer in content["layers"].items()},
-        tokens=None if tokens is None else _tokens_of(tokens),
-        end={name: (float(mean), float(error)) for name, (mean, error) in content["end"].items()},
-        blocks={path: float(median) for path, median in content.get("blocks", {}).items()},
-        tolerances=tolerances_of(content["tolerances"]),
-        repeats=_repeats_of(content.get("repeats")),
-        sketch=_sketch_of(content.get("sketch")),
-        made_on={k: str(v) for k, v in content["made_on"].items()},
-    )
-
-
-def _sketch_of(content: Mapping[str, Any] | None) -> KeptSketch | None:
-    if content is None:
-        return None
-    kept = KeptSketch(
-        file=str(content["file"]),
-        sha256=str(content["sha256"]),
-        sigma_db=float(content["sigma_db"]),
-    )
-    if Path(kept.file).name != kept.file:
-        raise ValueError(f"`file` of the sketch is `{kept.file}`, expected a name in its folder")
-    return kept
-
-
-def _repeats_of(content: Mapping[str, Any] | None) -> Repeats | None:
-    if content is None:
-        return None
-    return Repeats(
-        runs=tuple(str(run) for run in content["runs"]),
-        sigma_db={key: float(value) for key, value in content["sigma_db"].items()},
-        sigma_top1=float(content["sigma_top1"]),
-    )
-
-
-def _layer_of(name: str, layer: Mapping[str, Any]) -> LayerBaseline:
-    known = {f.name for f in fields(LayerBaseline)}
-    texts = {"candidate", "reference", "encoding"}
-    for key, value in layer.items():
-        expected = str if key in texts else (int, float)
-        if key not in known or not isinstance(value, expected) or isinstance(value, bool):
-            raise ValueError(f"`{key}` of layer `{name}` is `{value}`")
-    return LayerBaseline(**layer)
-
-
-def _tokens_of(content: Mapping[str, Any]) -> Tokens:
-    ids: Sequence[Sequence[int]] = content["ids"]
-    return Tokens(
-        sha256=content["sha256"],
-        count=int(content["count"]),
-        ids=tuple(tuple(int(number) for number in row) for row in ids),
-    )
-
-
 __all__ = [
+    "ABSENT",
+    "METRIC",
+    "VERSION",
     "Baseline",
     "KeptSketch",
     "LayerBaseline",
     "Tokens",
     "baseline_text",
-    "read_baseline",
+    "content_digest",
 ]

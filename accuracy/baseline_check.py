@@ -1,6 +1,7 @@
 """Measure a checkpoint for its baseline, layer by layer.
 
-    unchanged     every digest is that of the baseline: nothing is measured, the reference not read
+    unchanged     every digest is that of the baseline: nothing is measured; a reference that is
+                  given is held to its digests all the same
     changed       layers with another digest are measured against the reference, or estimated from
                   the sketch of it that was kept; `baseline_verdict.py` judges them
 
@@ -19,14 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantload.accuracy.baseline import LayerBaseline
+from quantload.accuracy.baseline import ABSENT, LayerBaseline
 from quantload.accuracy.baseline_sketch import Sketch
 from quantload.accuracy.compare import LayerComparison
 from quantload.accuracy.compare_weights import (
     check_one_model,
     compare_plain,
     compare_values,
-    shared_plain,
 )
 from quantload.accuracy.value_digest import value_digest
 from quantload.errors import BaselineError, NotComparable
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from quantload.accuracy.end_metrics import EndMetrics
 
 _FEWEST_POSITIONS = 2
-_ABSENT = "absent"
+_SHOWN_SCALES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def measured_layers(
     progress: Progress,
     how: Measuring | None = None,
 ) -> dict[str, LayerBaseline]:
-    """Measure the weights and other float tensors of a candidate; one is in memory at a time.
+    """Measure the weights and other tensors of a candidate; one is in memory at a time.
 
     Args:
         reference: What it is compared with; None if every layer should be known, or sketched.
@@ -88,7 +88,7 @@ def measured_layers(
 
     Raises:
         NotComparable: The checkpoints are not of one model, the reference or an encoding is not
-            that of the baseline, or a layer has changed and there is no reference.
+            that of the baseline, or a layer has changed and nothing says what the reference has.
         BaselineError: A number is not finite.
     """
     if reference is not None:
@@ -107,7 +107,7 @@ def measured_layers(
 
 @dataclass(frozen=True)
 class _Item:
-    """A weight or another float tensor of the candidate."""
+    """A weight or another tensor of the candidate."""
 
     candidate: Source
     name: str
@@ -130,8 +130,10 @@ class _Item:
         """Read the reference's; None if that has none."""
         if self.weight is not None:
             return reference.read_weight(self.name) if self.name in reference.weights else None
-        shared = self.name in shared_plain(reference, self.candidate)
-        return reference.read_plain(self.name) if shared else None
+        both = (source.plain.get(self.name) for source in (reference, self.candidate))
+        if all(entry is not None and entry.dtype.is_floating_point for entry in both):
+            return reference.read_plain(self.name)
+        return None  # integers have no relative error
 
     def compare(
         self, reference: Source, original: QuantTensor | Tensor, held: QuantTensor | Tensor
@@ -146,46 +148,68 @@ def _items(candidate: Source, only: str) -> Iterator[_Item]:
     for name, weight in candidate.weights.items():
         if fnmatchcase(name, only):
             yield _Item(candidate, name, weight)
-    for name, entry in candidate.plain.items():
-        if entry.dtype.is_floating_point and fnmatchcase(name, only):
+    for name in candidate.plain:
+        if fnmatchcase(name, only):
             yield _Item(candidate, name, None)
 
 
 def _measured(item: _Item, reference: Source | None, how: Measuring) -> LayerBaseline:
     held, before = item.read(), how.known.get(item.name)
-    digest = value_digest(held)
+    found = LayerBaseline(
+        candidate=value_digest(held),
+        reference=ABSENT,
+        encoding=item.encoding,
+        weight=0.0,
+        input=_input_scale(held),
+    )
     if before is not None and before.encoding != item.encoding:
         raise NotComparable(
             f"`{item.name}` is `{item.encoding}`, in the baseline it is `{before.encoding}`",
             hint="a change of scheme is a new baseline: write it again",
         )
-    is_same = before is not None and before.candidate == digest
-    if before is not None and is_same and (not how.again or before.reference == _ABSENT):
+    original = None if reference is None else item.original(reference)
+    if original is not None:
+        found = replace(found, reference=value_digest(original))
+    if reference is not None and before is not None:
+        _check_reference(item.name, before.reference, found.reference)
+    is_same = before is not None and before.candidate == found.candidate
+    if before is not None and is_same and (not how.again or before.reference == ABSENT):
         return before
+    if before is not None and before.reference == ABSENT:
+        return found  # nothing but equal is known of it
     if reference is None:
-        return _estimated(item, held, digest, before, how)
-    if before is not None and before.reference == _ABSENT:
-        raise NotComparable(
-            f"`{item.name}` has changed since the baseline was written, and the reference has no "
-            "such tensor to compare it with"
-        )
-    original = item.original(reference)
-    if original is None:  # as an untied head: nothing but equal is known of it
-        return LayerBaseline(
-            candidate=digest, reference=_ABSENT, encoding=item.encoding, weight=0.0
-        )
-    of_reference = value_digest(original)
-    if before is not None and before.reference != of_reference:
-        raise NotComparable(
-            f"the reference's `{item.name}` has digest `{of_reference}`, in the baseline it has "
-            f"`{before.reference}`",
-            hint="check against the reference that the baseline was made with, or write it again",
-        )
+        return _estimated(item, held, found, before, how)
+    if original is None:  # as an untied head
+        return found
     if how.collects is not None:
         how.collects.add(item.name, _values(original))
         how.estimates[item.name] = how.collects.relative_error(item.name, _values(held))
-    row = item.compare(reference, original, held)
-    return _layer(row, digest, of_reference, item.encoding)
+    return _with_errors(found, item.compare(reference, original, held))
+
+
+def _input_scale(held: QuantTensor | Tensor) -> str | None:
+    """Return the fixed scale of a layer's input, and zero point, as a text; None without."""
+    if not isinstance(held, QuantTensor) or held.input_scale is None:
+        return None
+    values = held.input_scale.flatten().tolist()
+    is_divisor = held.evaluation.input == "/"
+    shown = ", ".join(f"{value:.9g}" for value in values[:_SHOWN_SCALES])
+    if len(values) > _SHOWN_SCALES:
+        shown = f"{len(values)} of digest {value_digest(held.input_scale)}"
+    zero = "" if held.input_zero is None else f", zero {held.input_zero.flatten().tolist()[0]:g}"
+    return f"{'1 / ' if is_divisor else ''}{shown}{zero}"
+
+
+def _check_reference(name: str, before: str, now: str) -> None:
+    """Refuse another reference than the baseline's, whatever became of the candidate."""
+    if before == now:
+        return
+    told = "there is no such tensor" if now == ABSENT else f"it has digest `{now}`"
+    was = "had none" if before == ABSENT else f"has digest `{before}`"
+    raise NotComparable(
+        f"the reference's `{name}`: {told}, that of the baseline {was}",
+        hint="check against the reference that the baseline was made with, or write it again",
+    )
 
 
 def _values(held: QuantTensor | Tensor) -> Tensor:
@@ -195,14 +219,12 @@ def _values(held: QuantTensor | Tensor) -> Tensor:
 def _estimated(
     item: _Item,
     held: QuantTensor | Tensor,
-    digest: str,
+    found: LayerBaseline,
     before: LayerBaseline | None,
     how: Measuring,
 ) -> LayerBaseline:
     if before is None:  # added: judged as that, whatever its error
-        return LayerBaseline(
-            candidate=digest, reference=_ABSENT, encoding=item.encoding, weight=0.0
-        )
+        return found
     sketch = None if how.sketch is None else how.sketch()
     if sketch is None or item.name not in sketch.parts:
         raise NotComparable(
@@ -213,26 +235,18 @@ def _estimated(
     relative = sketch.relative_error(item.name, _values(held))
     if not math.isfinite(relative):
         raise BaselineError(f"`{item.name}`: values of the candidate are not finite")
-    return LayerBaseline(
-        candidate=digest,
-        reference=before.reference,
-        encoding=item.encoding,
-        weight=relative,
-        estimate_db=how.sigma_db,
-    )
+    return replace(found, reference=before.reference, weight=relative, estimate_db=how.sigma_db)
 
 
-def _layer(row: LayerComparison, digest: str, of_reference: str, encoding: str) -> LayerBaseline:
+def _with_errors(found: LayerBaseline, row: LayerComparison) -> LayerBaseline:
     assert row.weight is not None, "weights are compared"
     if row.problem or not math.isfinite(row.weight.relative):
         raise BaselineError(
             f"`{row.module}`: {row.problem or 'the reference is zero, the candidate is not'}"
         )
     rounding = row.rounding
-    return LayerBaseline(
-        candidate=digest,
-        reference=of_reference,
-        encoding=encoding,
+    return replace(
+        found,
         weight=row.weight.relative,
         steps=None if rounding is None else rounding.max_steps,
         block=None if rounding is None else rounding.block_excess,

@@ -20,6 +20,7 @@ from quantload.accuracy.baseline_check import (
     measured_layers,
     with_output_errors,
 )
+from quantload.accuracy.baseline_config import kept_facts
 from quantload.accuracy.baseline_repeats import repeats_of
 from quantload.accuracy.baseline_sketch import SKETCH_SUFFIX
 from quantload.accuracy.baseline_tolerances import Repeats
@@ -83,6 +84,8 @@ def measured_baseline(
         layers=measured_layers(reference, candidate, setting.progress, how),
         tokens=tokens,
         made_on=setting.made_on,
+        reference_config=kept_facts(reference.checkpoint.config),
+        candidate_config=kept_facts(candidate.checkpoint.config),
     )
     return made if tokens is None else _with_outputs(made, reference, candidate, setting)
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from quantload.accuracy.baseline import Baseline, LayerBaseline
+from quantload.accuracy.baseline import ABSENT, Baseline, LayerBaseline
 from quantload.accuracy.baseline_tolerances import LAYER_SIGMAS, MEAN_SIGMAS, Tolerances
 
 _STEPS_MORE, _BLOCK_MORE = 0.05, 4.0
@@ -44,6 +44,7 @@ class Arithmetic:
     kl: float
 
 
+FEWEST_TOKENS = 128  # that outputs are judged by in another dtype than the baseline's
 ARITHMETIC = {
     "float32": Arithmetic(output=1e-6, block=1e-5, kl=1e-6),
     "float16": Arithmetic(output=2.0**-11, block=2.0**-9, kl=1e-4),
@@ -109,6 +110,7 @@ class BaselineReport:
         added: Layers that the baseline does not have.
         removed: Layers that the candidate does not have.
         gates: What is judged beside single layers: means, blocks, the end.
+        config: What of the candidate's config.json changes what the model computes, in sentences.
         notes: What limits this check, in sentences.
         baseline: What the candidate was held to.
         now: A baseline of the candidate as it is.
@@ -119,6 +121,7 @@ class BaselineReport:
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     gates: tuple[Gate, ...] = ()
+    config: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     baseline: Baseline | None = field(default=None, repr=False)
     now: Baseline | None = field(default=None, repr=False)
@@ -132,7 +135,7 @@ class BaselineReport:
     def passed(self) -> bool:
         """True if nothing is worse than it may be, and no layer came or went."""
         broken = any(layer.failure for layer in self.layers)
-        return not (broken or self.failures or self.added or self.removed)
+        return not (broken or self.failures or self.config or self.added or self.removed)
 
     @property
     def changed(self) -> tuple[LayerVerdict, ...]:
@@ -156,7 +159,11 @@ class BaselineReport:
 
 
 def judge(
-    baseline: Baseline, now: Mapping[str, LayerBaseline], *, dtype: str = "float32"
+    baseline: Baseline,
+    now: Mapping[str, LayerBaseline],
+    *,
+    dtype: str = "float32",
+    outputs: bool = True,
 ) -> BaselineReport:
     """Hold measured layers to a baseline.
 
@@ -164,10 +171,11 @@ def judge(
         baseline: What they are held to.
         now: From `measured_layers`, with `known` the baseline's layers.
         dtype: In which both models ran.
+        outputs: Judge errors of outputs, where there are any.
     """
     shared = [name for name in baseline.layers if name in now]
     measured = [name for name in shared if now[name] is not baseline.layers[name]]
-    added_by_arithmetic = added_by(baseline, dtype).output
+    added_by_arithmetic = added_by(baseline, dtype).output if outputs else None
     verdicts = tuple(
         _verdict(
             name,
@@ -229,7 +237,7 @@ def _verdict(
     before: LayerBaseline,
     now: LayerBaseline,
     tolerances: Tolerances,
-    added_by_arithmetic: float,
+    added_by_arithmetic: float | None,
 ) -> LayerVerdict:
     grew = change_db(before.weight, now.weight)
     tolerance = max(tolerances.weight_db, LAYER_SIGMAS * (now.estimate_db or 0.0))
@@ -244,9 +252,10 @@ def _verdict(
     for what, old, new, limit in _bounds(before, now, tolerances):
         if new > limit:
             failures.append(f"{what} {old:.3g} -> {new:.3g}, limit {limit:.3g}")
-    if before.output_median is not None and now.output_median is not None:
-        expected = math.hypot(before.output_median, added_by_arithmetic)
-        of_output = change_db(expected, now.output_median)
+    medians = before.output_median, now.output_median
+    failures += _unmeasured(before, now, runs=added_by_arithmetic is not None)
+    if medians[0] is not None and medians[1] is not None and added_by_arithmetic is not None:
+        of_output = change_db(math.hypot(medians[0], added_by_arithmetic), medians[1])
         if of_output > tolerances.output_median_db:
             failures.append(
                 f"output error (median of tokens) {before.output_median:.5g} -> "
@@ -263,6 +272,18 @@ def _verdict(
         tolerance_db=tolerance,
         failure="; ".join(failures),
     )
+
+
+def _unmeasured(before: LayerBaseline, now: LayerBaseline, *, runs: bool) -> Iterator[str]:
+    """Yield changes that fail since no error says what they cost."""
+    if before.reference == ABSENT and before.candidate != now.candidate:
+        yield "its values changed, and the reference has none to measure them by"
+    is_seen = runs and before.output_median is not None and now.output_median is not None
+    if before.input != now.input and not is_seen:
+        yield (
+            f"its input scale changed from {before.input} to {now.input}, and its output was not "
+            "measured"
+        )
 
 
 def _bounds(
@@ -282,7 +303,7 @@ def _about_means(
     baseline: Baseline,
     now: Mapping[str, LayerBaseline],
     shared: list[str],
-    added_by_arithmetic: float,
+    added_by_arithmetic: float | None,
 ) -> Iterator[Gate]:
     """Judge the means over the layers, which a small slip of all of them moves."""
     lossy = [name for name in shared if baseline.layers[name].weight > _TINY]
@@ -290,6 +311,8 @@ def _about_means(
     spread = math.hypot(*(now[name].estimate_db or 0.0 for name in lossy)) / max(len(lossy), 1)
     allowed = max(baseline.tolerances.weight_mean_db, MEAN_SIGMAS * spread)
     yield _mean_gate("weight", changes, allowed)
+    if added_by_arithmetic is None:
+        return
     changes = [
         0.0  # was not measured
         if now[name] is baseline.layers[name]
@@ -314,6 +337,7 @@ def _mean_gate(what: str, changes: list[float], allowed: float) -> Gate:
 
 __all__ = [
     "ARITHMETIC",
+    "FEWEST_TOKENS",
     "BaselineReport",
     "Gate",
     "LayerVerdict",

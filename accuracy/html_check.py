@@ -98,6 +98,7 @@ def _lines(report: BaselineReport, *, strict: bool) -> list[tuple[str, bool]]:
         )
         if names
     ]
+    lines += [(line, True) for line in report.config]
     lines += sorted(
         ((gate.text, gate.failed) for gate in report.gates), key=lambda line: not line[1]
     )

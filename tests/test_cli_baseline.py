@@ -145,7 +145,7 @@ def test_accepting_keeps_tokens_tolerances_and_the_sketch(made, tmp_path):
 def test_everything_is_measured_in_another_dtype(made, tmp_path):
     source, output, _, _ = made
     file, ids = tmp_path / "b.json", tmp_path / "ids.json"
-    ids.write_text("[[1, 5, 9, 2, 8], [4, 4, 7]]")
+    ids.write_text(json.dumps([[(3 * i + j * j) % 96 for i in range(16)] for j in range(8)]))
     assert run("write", source, output, file, "--token-ids", ids, "--quiet").exit_code == 0
     options = ("--ref", source, "--measure-all", "--dtype", "bfloat16", "--device", "cpu")
     found = json.loads(run("check", output, file, *options, "--json", "--quiet").stdout)
@@ -156,6 +156,14 @@ def test_everything_is_measured_in_another_dtype(made, tmp_path):
     }
     assert any("both ran in bfloat16" in note for note in found["notes"])
     assert any(abs(gate["change"]) > 1e-6 for gate in found["gates"])
+    ids.write_text("[[1, 5, 9, 2, 8], [4, 4, 7]]")  # medians of 8 tokens jump
+    written = run("write", source, output, file, "--token-ids", ids, "--overwrite", "--quiet")
+    assert "8 tokens were run" in written.output
+    assert "fewer than 128 tokens" in written.output
+    found = json.loads(run("check", output, file, *options, "--json", "--quiet").stdout)
+    assert found["passed"]
+    assert {gate["what"] for gate in found["gates"]} == {"mean of weights"}
+    assert any("8 tokens: too few to judge outputs" in note for note in found["notes"])
 
 
 def test_repeats_need_tokens(made, tmp_path):

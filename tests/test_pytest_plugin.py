@@ -12,7 +12,7 @@ import tiny_checkpoints as tiny
 from safetensors.torch import load_file, save_file
 
 from quantload import api, api_baseline
-from quantload.accuracy.baseline import read_baseline
+from quantload.accuracy.baseline_file import read_baseline
 
 DOWN = "model.layers.1.mlp.down_proj"
 

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantload import api, api_baseline
-from quantload.accuracy.baseline import LayerBaseline, baseline_text, read_baseline
+from quantload.accuracy.baseline import LayerBaseline, baseline_text
+from quantload.accuracy.baseline_file import read_baseline
 from quantload.accuracy.baseline_model_gates import about_blocks, about_end
 from quantload.accuracy.baseline_tolerances import Tolerances
 from quantload.accuracy.baseline_verdict import change_db, judge
@@ -63,7 +64,7 @@ def test_text_is_sorted_and_comes_back(made):
     assert baseline_text(found) == text
     names = [line.split('"')[1] for line in text.splitlines() if line.startswith('  "')]
     assert names == sorted(found.layers)
-    assert json.loads(text)["quantload_baseline"] == 1
+    assert json.loads(text)["quantload_baseline"] == 2
 
 
 def test_an_unchanged_candidate_passes_without_its_reference(made):
@@ -220,11 +221,12 @@ def test_files_that_cannot_be_used(made, tmp_path):
     bad = tmp_path / "bad.json"
     for wrong, message in (
         ("{", "cannot read"),
-        ("[]", "version `None`"),
-        (text.replace('"quantload_baseline": 1', '"quantload_baseline": 2'), "version `2`"),
+        ("[]", "version `null`"),
+        (text.replace('"quantload_baseline": 2', '"quantload_baseline": 1'), "write it again"),
+        (text.replace('"quantload_baseline": 2', '"quantload_baseline": "2"'), 'version `"2"`'),
         (text.replace("relative_l2/1", "mse/1"), "holds `mse/1`"),
         (text.replace('"tolerances"', '"tolerance"'), "no `tolerances`"),
-        (text.replace('"weight": 0.0', '"weight": "x"', 1), "`weight` of layer"),
+        (text.replace('"weight": 0.0', '"weight": "x"', 1), "layer `lm_head`: `weight` is"),
         (text.replace(f'  "{UP}"', '  "other"'), "digests of the reference's layers"),
     ):
         bad.write_text(wrong)

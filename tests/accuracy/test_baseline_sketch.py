@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_file
 
 from quantload import api, api_baseline
-from quantload.accuracy.baseline import read_baseline
+from quantload.accuracy.baseline_file import read_baseline
 from quantload.accuracy.baseline_sketch import Sketch, read_sketch
 from quantload.accuracy.baseline_verdict import change_db
 from quantload.errors import BaselineError, NotComparable

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quantload.accuracy.baseline import Baseline, LayerBaseline, baseline_text, read_baseline
+from quantload.accuracy.baseline import Baseline, LayerBaseline, baseline_text
+from quantload.accuracy.baseline_file import read_baseline
 from quantload.accuracy.baseline_model_gates import about_blocks, about_end
 from quantload.accuracy.baseline_repeats import repeats_of
 from quantload.accuracy.baseline_tolerances import (

@@ -18,7 +18,7 @@ from tiny_moe import tiny_moe
 
 from quantload import api, api_baseline
 from quantload.accuracy import streaming
-from quantload.accuracy.baseline import read_baseline
+from quantload.accuracy.baseline_file import read_baseline
 from quantload.accuracy.baseline_verdict import change_db
 from quantload.loader.formats.targets import target_named
 from quantload.loader.plan_options import PlanOptions
