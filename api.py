@@ -12,6 +12,7 @@ import torch
 
 from quantload.accuracy.compare import ComparedTokens, ModelComparison, Tier, with_outputs
 from quantload.accuracy.compare_weights import compare_weights
+from quantload.accuracy.config_check import config_differences
 from quantload.accuracy.limits import checked_tier, parse_limit, with_limits
 from quantload.accuracy.one_model import apart_alike, lone_names
 from quantload.accuracy.statistics import ids_digest
@@ -22,6 +23,7 @@ from quantload.api_explain import explain
 from quantload.api_generate import load_tokenizer
 from quantload.api_load import load, load_model, model_shares, parse_device
 from quantload.api_plan import facts_of, inspect, plan
+from quantload.errors import ConfigError, QuantloadError
 from quantload.loader.convert import run_plan
 from quantload.loader.model_dtype import config_dtype
 from quantload.loader.peak_memory import peak_rss
@@ -182,7 +184,8 @@ def compare(  # noqa: PLR0913 - a keyword for each choice of the user
         trust_remote_code: Run modelling code that comes with a checkpoint.
 
     Raises:
-        NotComparable: They are not of the same model, or an output is not finite.
+        NotComparable: They are not of the same model, or an output is not finite. Where layers are
+            missing or configs differ, which fails, `not_run` of the result says why nothing ran.
         ConfigError: A limit cannot be read, or its statistic is not measured in this tier; there
             are no sequences where they are needed.
     """
@@ -190,24 +193,40 @@ def compare(  # noqa: PLR0913 - a keyword for each choice of the user
     tier = checked_tier(tier, parsed, has_tokens=any(len(ids) for ids in sequences))
     sources = inspect(reference), inspect(candidate)
     structure = compare_structure(*sources, progress)
+    one, other = (source.checkpoint.config for source in sources)
     found = ModelComparison(layers=(), **lone_names(*apart_alike(*sources)))
     if tier != "structure":
         found = compare_weights(*sources, progress, resources=resources)
+    found = replace(
+        found,
+        tier=tier,
+        structure=structure,
+        config_differences=tuple(config_differences(other, one)),
+    )
     if tier in ("layers", "end"):
         from quantload.accuracy.compare_outputs import compare_running  # transformers: seconds
 
         own = config_dtype(sources[0].checkpoint.config) or torch.float32
-        outputs = compare_running(
-            *sources,
-            sequences,
-            progress,
-            device=parse_device(device),
-            dtype=dtype or own,
-            trust_remote_code=trust_remote_code,
-            isolated_only=tier == "layers",
-        )
-        found = replace(with_outputs(found, outputs), tokens=_tokens(sequences))
-    return with_limits(replace(found, tier=tier, structure=structure), parsed)
+        try:
+            outputs = compare_running(
+                *sources,
+                sequences,
+                progress,
+                device=parse_device(device),
+                dtype=dtype or own,
+                trust_remote_code=trust_remote_code,
+                isolated_only=tier == "layers",
+            )
+        except ConfigError:
+            raise
+        except QuantloadError as error:
+            if not (found.config_differences or found.only_in_reference or structure.extra):
+                raise
+            # what was compared fails already, whether the models run or not
+            found = replace(found, tier="weights", not_run=str(error))
+        else:
+            found = replace(with_outputs(found, outputs), tokens=_tokens(sequences))
+    return with_limits(found, parsed)
 
 
 def _tokens(sequences: Sequence[Sequence[int]]) -> ComparedTokens:

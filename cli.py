@@ -268,6 +268,8 @@ def _tier(flags: dict[str, Any]) -> Tier | None:
     given = tokens_given(flags)
     if asked and asked[0] != "layers" and given:
         raise ConfigError(f"`--{asked[0]}` runs nothing, and `{given[0]}` is given")
+    if flags["as_json"] and flags["markdown"]:
+        raise ConfigError("`--json` and `--markdown` are both given, expected one of them")
     if asked == ["structure"] and flags["html"] is not None:
         raise ConfigError("`--html` shows errors of layers, and `--structure` measures none")
     return asked[0] if asked else None

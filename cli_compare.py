@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantload.accuracy.compare import ModelComparison
+from quantload.accuracy.compare import ModelComparison, about_input_scales
 from quantload.accuracy.end_metrics import EndMetrics
 from quantload.accuracy.layer_ranking import (
     STANDS_OUT,
@@ -18,7 +18,7 @@ from quantload.accuracy.layer_ranking import (
     standing_apart,
 )
 from quantload.accuracy.router_overlap import RouterOverlap
-from quantload.cli_output import console, make_table
+from quantload.cli_output import console, make_table, printable
 from quantload.errors import counted, listed
 from quantload.quant.metrics import ErrorSums
 
@@ -104,7 +104,7 @@ def show_comparison(comparison: ModelComparison, *, every: bool = False) -> None
         title = "All layers" if every else f"The {counted(len(rows), 'layer')} that lose most"
         table = make_table(title, [(column.name, not column.is_text) for column in columns])
         for row in rows:
-            table.add_row(*(column.cell(row) for column in columns))
+            table.add_row(*(printable(column.cell(row)) for column in columns))
         out.print(table)
         out.print(_LEGEND, style="dim")
         out.print()
@@ -116,7 +116,7 @@ def show_comparison(comparison: ModelComparison, *, every: bool = False) -> None
         out.print(table)
         out.print()
     for line in summary_lines(comparison):
-        out.print(line, style=_style(line))
+        out.print(printable(line), style=_style(line))
 
 
 def _style(line: str) -> str:
@@ -142,7 +142,8 @@ def summary_lines(comparison: ModelComparison) -> list[str]:
     lines = [f"PROBLEM {problem}" for problem in comparison.problems]
     weights = [row for row in comparison.layers if row.weight and not row.is_plain]
     changed = [row for row in weights if row.differs]
-    lines.append(f"{len(changed)} weights differ, {len(weights) - len(changed)} are equal")
+    equal = counted(len(weights) - len(changed), "is equal", "are equal")
+    lines.append(f"{counted(len(changed), 'weight differs', 'weights differ')}, {equal}")
     values = [row.weight.sqnr_db for row in changed if row.weight and not row.problem]
     if values:
         mean = sum(values) / len(values)
@@ -155,20 +156,23 @@ def summary_lines(comparison: ModelComparison) -> list[str]:
         )
     others = sum(row.is_plain for row in comparison.layers)
     if others:
-        lines.append(f"{others} other tensors differ")
+        lines.append(counted(others, "other tensor differs", "other tensors differ"))
     for names, where in (
         (comparison.only_in_reference, "reference"),
         (comparison.only_in_candidate, "candidate"),
     ):
         if names:
             lines.append(f"only in the {where}: {listed(names)}")
+    lines += about_input_scales(comparison)
     lines += _about_outliers(comparison)
     lines += _about_running(comparison)
     if comparison.end is not None:
         lines += _end_lines(comparison.end)
     lines += [f"EXCEEDS {failure}" for failure in comparison.failures[:_SHOWN]]
     if (count := len(comparison.failures)) > _SHOWN:
-        lines.append(f"and {count - _SHOWN} more exceed their limits")
+        lines.append(
+            f"and {counted(count - _SHOWN, 'more exceeds its limit', 'more exceed theirs')}"
+        )
     lines.append("passed: every error is within its limit" if comparison.passed else "FAILED")
     return lines
 
@@ -184,19 +188,26 @@ def _about_outliers(comparison: ModelComparison) -> list[str]:
 
 def _end_lines(end: EndMetrics) -> list[str]:
     return [
-        f"KL(reference || candidate): mean {end.kl_mean:.4g} +- {end.kl_standard_error:.2g} nats, "
+        f"KL(reference || candidate): mean {end.kl_mean:.4g}"
+        f"{_plus_minus(end.kl_standard_error, '.2g')} nats, "
         f"median {end.kl_quantile(0.5):.4g}, p99 {end.kl_quantile(0.99):.4g}, "
-        f"p99.9 {end.kl_quantile(0.999):.4g}, over {end.num_tokens} tokens",
-        f"same first token: {100 * end.top1:.2f} +- {100 * end.top1_standard_error:.2f} %",
+        f"p99.9 {end.kl_quantile(0.999):.4g}, over {counted(end.num_tokens, 'token')}",
+        f"same first token: {100 * end.top1:.2f}"
+        f"{_plus_minus(100 * end.top1_standard_error, '.2f')} %",
         *(
             [
                 f"ln perplexity: {end.reference_loss:.4f}, the candidate's "
-                f"{end.loss_mean_change:+.4f} +- {end.loss_standard_error:.4f}"
+                f"{end.loss_mean_change:+.4f}{_plus_minus(end.loss_standard_error, '.4f')}"
             ]
             if math.isfinite(end.loss_mean_change)
             else []
         ),
     ]
+
+
+def _plus_minus(error: float, form: str) -> str:
+    """Return a standard error behind its mean; "" where a single token has none."""
+    return f" +- {error:{form}}" if math.isfinite(error) else ""
 
 
 def _about_running(comparison: ModelComparison) -> list[str]:
@@ -229,6 +240,8 @@ def _about_running(comparison: ModelComparison) -> list[str]:
         lines.append(f"fewer than 32 tokens reached: {listed(comparison.few)}")
     if comparison.uncompared:
         lines.append(f"outputs that could not be compared: {listed(comparison.uncompared)}")
+    if comparison.not_run:
+        lines.append(f"the models were not run: {comparison.not_run}")
     if comparison.why_whole:
         lines.append(f"the models were in memory as a whole: {comparison.why_whole}")
     return lines
@@ -270,7 +283,7 @@ def comparison_markdown(comparison: ModelComparison) -> str:
     """Return the comparison as Markdown: verdict, summary and worst ten; the rest is folded."""
     layers = ranked_layers(comparison)
     *lines, verdict = summary_lines(comparison)
-    parts = [f"## quantload compare: {verdict}", "", *(f"- {_safe(line)}" for line in lines), ""]
+    parts = [f"## quantload compare: {verdict}", "", *(f"- {safe(line)}" for line in lines), ""]
     parts += [f"**The {counted(min(len(layers), _SHOWN), 'layer')} that lose most**", ""]
     parts += _markdown_table(layers, layers[:_SHOWN])
     parts += ["", f"<sub>{_LEGEND}</sub>"]
@@ -290,24 +303,26 @@ def _markdown_table(layers: Sequence[RankedLayer], rows: Sequence[RankedLayer]) 
     marks = "|".join("---" if column.is_text else "---:" for column in columns)
     lines = [f"| {heads} |", f"|{marks}|"]
     return lines + [
-        "| " + " | ".join(_safe_cell(column.cell(row)) for column in columns) + " |" for row in rows
+        "| " + " | ".join(safe_cell(column.cell(row)) for column in columns) + " |" for row in rows
     ]
 
 
-def _safe(text: str) -> str:
-    """Escape what would start HTML, or a new line; names come from files."""
-    for character, code in (("&", "&amp;"), ("<", "&lt;"), ("\n", " ")):
+def safe(text: str) -> str:
+    """Escape what would start HTML or steer what shows it; names come from files."""
+    for character, code in (("&", "&amp;"), ("<", "&lt;")):
         text = text.replace(character, code)
-    return text
+    return printable(text)
 
 
-def _safe_cell(text: str) -> str:
+def safe_cell(text: str) -> str:
     """Escape what would end a cell too, or start emphasis, code or a link."""
-    return re.sub(r"([\\`*\[|])", r"\\\1", _safe(text))
+    return re.sub(r"([\\`*\[|])", r"\\\1", safe(text))
 
 
 __all__ = [
     "comparison_markdown",
+    "safe",
+    "safe_cell",
     "show_comparison",
     "summary_lines",
     "write_page",

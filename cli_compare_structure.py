@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import click
 
-from quantload.accuracy.compare import ModelComparison
+from quantload.accuracy.compare import ModelComparison, about_input_scales
 from quantload.accuracy.structure import LayerStructure, StructureComparison
-from quantload.cli_output import console, make_table, named_rows, shape_text
+from quantload.cli_compare import safe, safe_cell
+from quantload.cli_output import console, make_table, named_rows, printable, shape_text
 from quantload.errors import counted, listed
 
 _COLUMNS = ("layer", "count", "shape", "reference", "candidate", "bits", "bits now", "zero scales")
@@ -25,11 +26,11 @@ def show_structure(comparison: ModelComparison, *, every: bool, markdown: bool) 
         return
     table = make_table("Layers", [(name, name not in _TEXTS) for name in _COLUMNS])
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     out = console()
     out.print(table)
     for line in lines:
-        out.print(line, markup=False)
+        out.print(printable(line), markup=False)
 
 
 def structure_lines(comparison: ModelComparison) -> list[str]:
@@ -55,6 +56,7 @@ def structure_lines(comparison: ModelComparison) -> list[str]:
         lines.append(
             f"{counted(sum(zeros.values()), 'scale is', 'scales are')} zero, in {listed(zeros)}"
         )
+    lines += about_input_scales(comparison)
     lines += [f"PROBLEM {problem}" for problem in comparison.problems]
     lines += [f"EXCEEDS {failure}" for failure in comparison.failures]
     return [*lines, "passed" if comparison.passed else "FAILED"]
@@ -80,12 +82,14 @@ def _cells(layer: LayerStructure) -> tuple[str, ...]:
 
 def _markdown(rows: Iterable[tuple[str, ...]], lines: list[str]) -> list[str]:
     *sentences, verdict = lines
-    text = [f"## quantload compare: structure {verdict}", "", *(f"- {line}" for line in sentences)]
+    text = [
+        f"## quantload compare: structure {verdict}",
+        "",
+        *(f"- {safe(line)}" for line in sentences),
+    ]
     text += ["", f"| {' | '.join(_COLUMNS)} |"]
     text += ["|" + "|".join("---" if name in _TEXTS else "---:" for name in _COLUMNS) + "|"]
-    return text + [
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows
-    ]
+    return text + ["| " + " | ".join(map(safe_cell, row)) + " |" for row in rows]
 
 
 __all__ = ["show_structure", "structure_lines"]

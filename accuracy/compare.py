@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from quantload.accuracy.end_metrics import EndMetrics
 from quantload.accuracy.weight_rounding import Rounding
+from quantload.errors import counted, listed
 from quantload.quant.metrics import ErrorSums
 
 if TYPE_CHECKING:
@@ -186,6 +187,8 @@ class ModelComparison:
         tokens: What was run; None without tokens.
         limits: Limits of the user, as they were written; they take the place of the built-in ones.
         exceeded: What is beyond them, by limit, the worst first.
+        config_differences: One line for each key that changes what the model computes and differs.
+        not_run: Why nothing was run although there are tokens; "" if something was.
     """
 
     layers: tuple[LayerComparison, ...]
@@ -203,6 +206,8 @@ class ModelComparison:
     tokens: ComparedTokens | None = None
     limits: tuple[str, ...] = ()
     exceeded: tuple[Exceeded, ...] = ()
+    config_differences: tuple[str, ...] = ()
+    not_run: str = ""
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -221,14 +226,32 @@ class ModelComparison:
 
     @property
     def passed(self) -> bool:
-        """True if no error exceeds its limit and the candidate lacks nothing."""
+        """True if no error exceeds its limit, configs agree and the candidate lacks nothing."""
         return not self.failures and not self.problems and not self.only_in_reference
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One line for every row with values that are not finite, and what the structure shows."""
+        """One line for what configs, structure and rows with values that are not finite show."""
         rows = (f"`{row.module}`: {row.problem}" for row in self.layers if row.problem)
-        return (*(() if self.structure is None else self.structure.problems), *rows)
+        of_structure = () if self.structure is None else self.structure.problems
+        return (*self.config_differences, *of_structure, *rows)
+
+
+def about_input_scales(comparison: ModelComparison) -> list[str]:
+    """Say what is known of static input scales, and that nobody judged them where nothing ran."""
+    if comparison.structure is None:
+        return []
+    scales, lines = comparison.structure.input_scales, []
+    if scales.differ:
+        lines.append(f"input scales differ from the reference's: {listed(scales.differ)}")
+    if scales.far:
+        lines.append(
+            f"input scales 1000 times and more off those of other blocks: {listed(scales.far)}"
+        )
+    if scales.count and comparison.tokens is None:
+        scale = counted(scales.count, "static input scale was", "static input scales were")
+        lines.append(f"{scale} not judged: only outputs show what they lose, give tokens")
+    return lines
 
 
 def with_outputs(comparison: ModelComparison, outputs: OutputComparison) -> ModelComparison:
@@ -274,5 +297,6 @@ __all__ = [
     "BlockComparison",
     "LayerComparison",
     "ModelComparison",
+    "about_input_scales",
     "with_outputs",
 ]

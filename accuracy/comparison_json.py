@@ -1,19 +1,21 @@
-"""A comparison for machines, version 2.
+"""A comparison for machines, version 3.
 
-    quantload_compare   2
+    quantload_compare   3
     tier                the highest tier that was measured: structure, weights, layers or end
     passed              true if nothing is beyond a limit, damaged, missing or not finite
     structure           bits (stored bits of a weight, with scales, zero points and padding) of the
                         candidate, reference_bits, quantized_bits (of the weights that are
                         quantized), skipped (layers that the config covers and that are in full
-                        precision), and layers: module, shape, what both sides hold, bits of both,
+                        precision), input_scales (count of static ones, differ, far from their
+                        like), and layers: module, shape, what both sides hold, bits of both,
                         names of tensors by leaf, zero_scales, problem
     layers              module, what both sides hold, weight, output (isolated), input (of that, by
                         rounding the input alone): relative_error, sqnr_db, max_abs each;
                         output_median over tokens, tokens, limits of weight and output, failure,
                         worst_row of the weight and its relative error, and rounding: errors in
                         steps of the weight, see `Rounding`
-    problems, failures  a line each
+    problems, failures  a line each; config_differences are the first of the problems
+    not_run             why nothing was run although there are tokens; "" if something was
     only_in_reference, only_in_candidate, unseen, few_tokens, uncompared   names
     tokens              sha256 of the ids as JSON without spaces, count, sequences
     blocks              injected and propagated errors of each block, medians over tokens
@@ -37,7 +39,7 @@ from quantload.accuracy.structure import StructureComparison
 from quantload.accuracy.weight_rounding import Rounding
 from quantload.quant.metrics import ErrorSums
 
-VERSION = 2
+VERSION = 3
 
 
 def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
@@ -51,6 +53,7 @@ def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
         "layers": [_layer_json(row) for row in found.layers],
         "problems": list(found.problems),
         "failures": list(found.failures),
+        "config_differences": list(found.config_differences),
         "only_in_reference": list(found.only_in_reference),
         "only_in_candidate": list(found.only_in_candidate),
         "tokens": None if found.tokens is None else asdict(found.tokens),
@@ -63,6 +66,7 @@ def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
         "few_tokens": list(found.few),
         "uncompared": list(found.uncompared),
         "why_whole": found.why_whole,
+        "not_run": found.not_run,
         "limits": list(found.limits),
         "exceeded": [
             {"limit": one.limit, "where": one.where, "value": _finite(one.value)}
@@ -78,6 +82,11 @@ def _structure_json(structure: StructureComparison) -> dict[str, Any]:
         "reference_bits": structure.reference_bits,
         "quantized_bits": structure.quantized_bits,
         "skipped": list(structure.skipped),
+        "input_scales": {
+            "count": structure.input_scales.count,
+            "differ": list(structure.input_scales.differ),
+            "far": list(structure.input_scales.far),
+        },
         "layers": [
             {
                 "module": layer.module,

@@ -19,7 +19,7 @@ from quantload.quant.metrics import ErrorSums
 def _decibel_scale(db: float) -> str:
     """Relative error in percent at a SQNR."""
     value = 100 * 10 ** (-db / 20)
-    return f"{value:.3g} %" if value < 1000 else f"{value:.1g} %"
+    return f"{value:.3g} %" if value < 1000 else f"{float(f'{value:.1g}'):.0f} %"
 
 
 _SECOND: tuple[str, Callable[[float], str]] = ("relative error", _decibel_scale)

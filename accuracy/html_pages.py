@@ -20,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from quantload.accuracy.svg_charts import NARROW, WIDE, Size
+from quantload.errors import printable
 
 _PAGES = Path(__file__).parent / "pages"
 
@@ -45,14 +46,20 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_shown,
     )
     made.filters |= {"dotted": dotted}
     return made
 
 
+def _shown(value: object) -> object:
+    """Write out what would turn the direction of a text from a file; markup stays."""
+    return printable(value) if type(value) is str else value
+
+
 def dotted(name: str) -> Markup:
     """Return a name that may be broken after its dots."""
-    return Markup("<wbr>").join(part for part in re.split(r"(?<=\.)", name))
+    return Markup("<wbr>").join(part for part in re.split(r"(?<=\.)", printable(name)))
 
 
 def number(value: float | None, form: str = ".2f", unit: str = "") -> str:

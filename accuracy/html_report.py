@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from quantload import __version__
 from quantload.accuracy import html_charts, html_distributions
-from quantload.accuracy.compare import LayerComparison, ModelComparison
+from quantload.accuracy.compare import LayerComparison, ModelComparison, about_input_scales
 from quantload.accuracy.html_pages import listed_all, number, percent, render, sortable
 from quantload.accuracy.html_parts import Cell, Column, Row
 from quantload.accuracy.layer_ranking import RankedLayer, place_of, ranked_layers, standing_apart
@@ -80,6 +80,8 @@ def _lines(
         ("Not exercised, no token reached", listed_all(comparison.unseen), False),
         ("Fewer than 32 tokens reached", listed_all(comparison.few), False),
         ("Outputs that could not be compared", listed_all(comparison.uncompared), False),
+        *(("Input scales", text, False) for text in about_input_scales(comparison)),
+        ("The models were not run", comparison.not_run, True),
         ("The models were in memory as a whole", comparison.why_whole, False),
     ]
     return [line for line in lines if line[1]]
@@ -107,13 +109,17 @@ def _facts(comparison: ModelComparison) -> list[tuple[str, str, str]]:
         return facts
     kl = [end.kl_quantile(fraction) for fraction in (0.5, 0.99, 0.999)]
     facts += [
-        ("KL, mean", f"{end.kl_mean:.4g}", f"\u00b1 {end.kl_standard_error:.2g} nats"),
+        (
+            "KL, mean",
+            f"{end.kl_mean:.4g}",
+            f"{_plus_minus(end.kl_standard_error, '.2g')} nats",
+        ),
         ("KL, median", f"{kl[0]:.4g}", "nats"),
         ("KL, p99", f"{kl[1]:.4g}", f"p99.9 {kl[2]:.4g} nats"),
         (
             "Same first token",
             f"{100 * end.top1:.2f} %",
-            f"\u00b1 {100 * end.top1_standard_error:.2f}",
+            _plus_minus(100 * end.top1_standard_error, ".2f"),
         ),
     ]
     if math.isfinite(end.loss_mean_change):
@@ -121,10 +127,15 @@ def _facts(comparison: ModelComparison) -> list[tuple[str, str, str]]:
             (
                 "Change of ln perplexity",
                 f"{end.loss_mean_change:+.4f}",
-                f"\u00b1 {end.loss_standard_error:.4f} from {end.reference_loss:.4f}",
+                f"{_plus_minus(end.loss_standard_error, '.4f')} from {end.reference_loss:.4f}",
             )
         )
     return facts
+
+
+def _plus_minus(error: float, form: str) -> str:
+    """Return a standard error; "" where a single token has none."""
+    return f"\u00b1 {error:{form}}" if math.isfinite(error) else ""
 
 
 def _about_bits(comparison: ModelComparison) -> list[tuple[str, str, str]]:

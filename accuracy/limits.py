@@ -254,6 +254,8 @@ def parse_limit(text: str) -> Limit:
 def with_limits(comparison: ModelComparison, limits: Sequence[Limit]) -> ModelComparison:
     """Return a comparison that is held to limits of a user instead of the built-in ones.
 
+    Where the models could not be run, limits of what running shows say nothing.
+
     Raises:
         ConfigError: A statistic was not measured.
     """
@@ -262,7 +264,12 @@ def with_limits(comparison: ModelComparison, limits: Sequence[Limit]) -> ModelCo
     layers = tuple(
         replace(row, weight_limit=math.inf, output_limit=math.inf) for row in comparison.layers
     )
-    exceeded = tuple(found for limit in limits for found in limit.exceeded(comparison))
+    exceeded = tuple(
+        found
+        for limit in limits
+        if not comparison.not_run or limit.statistic.tier not in ("end", "layers")
+        for found in limit.exceeded(comparison)
+    )
     return replace(
         comparison, layers=layers, limits=tuple(limit.text for limit in limits), exceeded=exceeded
     )

@@ -6,6 +6,8 @@
                 the other blocks, and that are in full precision: whoever wrote the files forgot
                 them, and an engine that believes the config cannot load them
     scales      that are not finite, or negative or zero where no scale can be
+    extra       layers of blocks that the reference does not have; a head of its own beside tied
+                embeddings is none
 
 Scales that lie inside blocks of codes (GGUF) or are quantized themselves (bitsandbytes) are not
 looked at.
@@ -16,11 +18,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from quantload.accuracy.input_scales import InputScales, compare_input_scales
 from quantload.accuracy.one_model import apart_alike
+from quantload.errors import listed
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.doctor_scales import holds_numbers, scale_problem
 from quantload.loader.formats.agreement import EntryCounts
@@ -72,6 +76,7 @@ class StructureComparison:
         quantized_bits: The same over the weights that the candidate quantizes; 0 if there are none.
         skipped: Layers that the candidate's config covers and that are in full precision, although
             their like in other blocks are quantized.
+        input_scales: Static scales of the candidate's inputs.
     """
 
     layers: tuple[LayerStructure, ...]
@@ -79,11 +84,20 @@ class StructureComparison:
     bits: float
     quantized_bits: float
     skipped: tuple[str, ...] = ()
+    input_scales: InputScales = field(default_factory=InputScales)
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """Layers in numbered blocks that only the candidate has."""
+        alone = (layer.module for layer in self.layers if not layer.reference)
+        return tuple(module for module in alone if _NUMBER.search(module))
 
     @property
     def problems(self) -> tuple[str, ...]:
         """One line for everything that is wrong."""
+        extra = (f"layers that the reference lacks: {listed(self.extra)}",) if self.extra else ()
         return (
+            *extra,
             *(f"`{layer.module}`: {layer.problem}" for layer in self.layers if layer.problem),
             *(
                 f"`{module}` is in full precision: the config covers it, and other layers of its "
@@ -117,6 +131,7 @@ def compare_structure(
         bits=_mean_bits(other, other.weights.values()),
         quantized_bits=_mean_bits(other, quantized),
         skipped=skipped_layers(candidate),
+        input_scales=compare_input_scales(one, other),
     )
 
 

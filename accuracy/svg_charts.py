@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from html import escape
 
 from quantload.accuracy.svg_axes import Axis
+from quantload.errors import printable
 
 NUM_COLOURS = 8
 _DASHES = ("", "6 3", "2 2", "8 2 2 2")
@@ -187,7 +188,7 @@ def _frame(size: Size, x: Axis, y: Axis, *, right: float = 0.0, above: float = 0
 def _svg(parts: Sequence[str], size: Size, title: str) -> str:
     return (
         f'<svg viewBox="0 0 {_n(size.width)} {_n(size.height)}" role="img" '
-        f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
+        f'aria-label="{escape(printable(title))}">{"".join(parts)}</svg>'
     )
 
 
@@ -200,7 +201,7 @@ def _text(x: float, y: float, text: str, *, anchor: str = "", style: str = "") -
         f'<text x="{_n(x)}" y="{_n(y)}"'
         + (f' text-anchor="{anchor}"' if anchor else "")
         + (f' class="{style}"' if style else "")
-        + f">{escape(text)}</text>"
+        + f">{escape(printable(text))}</text>"
     )
 
 
@@ -263,7 +264,7 @@ def _line(frame: _Frame, series: Series) -> str:
         path += f"{'M' if is_broken else 'L'}{_n(at[0])} {_n(at[1])}"
         is_broken = False
         shape = marker(number, *at, frame.size.marker)
-        inner = f"<title>{escape(title)}</title>" if frame.size.has_titles else ""
+        inner = f"<title>{escape(printable(title))}</title>" if frame.size.has_titles else ""
         markers.append(f'<path d="{shape}">{inner}</path>' if inner else f'<path d="{shape}"/>')
     return (
         f'<g class="series c{number}" data-series="{series.style}">'
@@ -279,7 +280,8 @@ def _dashes(dash: str) -> str:
 def _bar(frame: _Frame, bar: Bar) -> str:
     x, right = frame.across(bar.low), frame.across(bar.high)
     y = frame.down(min(bar.value, frame.y.high))
-    title = f"<title>{escape(bar.title)}</title>" if frame.size.has_titles else ""
+    text = escape(printable(bar.title))
+    title = f"<title>{text}</title>" if frame.size.has_titles else ""
     drawn = (
         f'<rect class="bar c{bar.style % NUM_COLOURS}" x="{_n(x + 0.5)}" y="{_n(y)}" '
         f'width="{_n(max(right - x - 1, 0.5))}" height="{_n(max(frame.bottom - y, 0.5))}">'

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import tiny_checkpoints as tiny
+import torch
 from click.testing import CliRunner
 from rich.console import Console
 from safetensors.torch import load_file
@@ -64,7 +65,7 @@ def test_max_tokens(folders, ids):
 
 def test_json(folders, ids):
     content = json.loads(run(*folders, "--token-ids", ids, "--json", "--device", "cpu").stdout)
-    assert content["quantload_compare"] == 2
+    assert content["quantload_compare"] == 3
     rows = {row["module"]: row for row in content["layers"]}
     embedding = rows["model.embed_tokens"]
     assert embedding["weight"] == {"relative_error": 0.0, "sqnr_db": None, "max_abs": 0.0}
@@ -134,8 +135,8 @@ def test_norms_and_what_is_not_finite_are_shown(folders, tmp_path):
     done = run(folders[0], other)
     assert done.exit_code == 1, done.output
     assert f"PROBLEM `{up}`: 1 values of the candidate are not finite" in done.stdout
-    assert "1 weights differ, 15 are equal" in done.stdout
-    assert "1 other tensors differ" in done.stdout
+    assert "1 weight differs, 15 are equal" in done.stdout
+    assert "1 other tensor differs" in done.stdout
     assert "mean SQNR" not in done.stdout
     rows = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("model.")]
     assert rows[:2] == [up, norm]
@@ -230,6 +231,7 @@ def test_limits_and_exit_codes(folders, ids):
         (["--structure", "--weights"], "`--structure` and `--weights` are both given"),
         (["--weights", "--generated"], "`--weights` runs nothing, and `--generated` is given"),
         (["--structure", "--html", "x.html"], "`--structure` measures none"),
+        (["--json", "--markdown"], "`--json` and `--markdown` are both given"),
     ],
 )
 def test_bad_choices_exit_with_2(folders, arguments, message):
@@ -252,3 +254,117 @@ def test_another_vocabulary_exits_with_3(folders, tmp_path):
     done = run(folders[0], tiny.llama(tmp_path / "other", vocabulary=128))
     assert done.exit_code == 3
     assert "has shape `(96, 64)` in the reference, `(128, 64)` in the candidate" in done.stderr
+
+
+# -- what makes a comparison fail in every tier ----------------------------------------------------
+
+
+def edited(folders, tmp_path, change=lambda tensors: None, **config):
+    """The candidate, with other tensors or another config."""
+    content = json.loads((folders[1] / "config.json").read_text()) | config
+    tensors = load_file(folders[1] / "model.safetensors")
+    change(tensors)
+    return tiny.write(tmp_path / "edited", content, tensors)
+
+
+def of_all_tiers(folders, other, ids):
+    """What each tier prints; each has to fail with 1."""
+    ways = (), ("--structure",), ("--layers", "--token-ids", ids), ("--token-ids", ids)
+    runs = [run(folders[0], other, *way) for way in ways]
+    assert [done.exit_code for done in runs] == [1] * len(ways), runs[-1].output
+    return [done.stdout for done in runs]
+
+
+@pytest.mark.parametrize("key", [("rms_norm_eps", 0.1), ("hidden_act", "gelu"), ("head_dim", 8)])
+def test_a_config_that_changes_the_model_fails(folders, ids, tmp_path, key):
+    name, value = key
+    other = edited(folders, tmp_path, **{name: value})
+    expected = json.loads((folders[0] / "config.json").read_text())[name]
+    line = f"config: `{name}` is `{value}`, expected `{expected}`"
+    for text in of_all_tiers(folders, other, ids):
+        assert f"PROBLEM {line}" in text
+    assert json.loads(run(folders[0], other, "--json").stdout)["config_differences"] == [line]
+    assert line in run(folders[0], other, "--markdown").stdout
+    run(folders[0], other, "--html", tmp_path / "page.html")
+    assert f"Fails: {line}" in (tmp_path / "page.html").read_text()
+
+
+def test_missing_layers_fail_in_every_tier(folders, ids, tmp_path):
+    gone = "model.layers.1.mlp.up_proj"
+
+    def take(tensors):
+        for name in [name for name in tensors if name.startswith(gone)]:
+            del tensors[name]
+
+    other = edited(folders, tmp_path, take)
+    texts = of_all_tiers(folders, other, ids)
+    assert all(f"only in the reference: `{gone}`" in text for text in texts)
+    assert all("the models were not run: " in text for text in texts[2:])
+    limited = run(folders[0], other, "--token-ids", ids, "--fail-over", "kl.mean>9")
+    assert limited.exit_code == 1, limited.output
+
+
+def test_layers_that_the_reference_lacks_fail_in_every_tier(folders, ids, tmp_path):
+    def add(tensors):
+        for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+            tensors[name.replace("layers.1.", "layers.2.")] = tensors[name].clone()
+
+    for text in of_all_tiers(folders, edited(folders, tmp_path, add), ids):
+        assert "PROBLEM layers that the reference lacks: `model.layers.2.mlp.down_proj`" in text
+
+
+@pytest.mark.parametrize("times", [1e-6, -1.0, float("nan")])
+def test_input_scales_without_tokens(folders, ids, tmp_path, times):
+    """One of three like it is far off; one that is no scale at all fails."""
+    source = tiny.llama(tmp_path / "three", layers=3)
+    made = tmp_path / "fp8"
+    options = ("--scheme", "FP8", "--input-absmax", "4", "--quiet", "--no-verify")
+    assert CliRunner().invoke(main, ["convert", str(source), str(made), *options]).exit_code == 0
+    name = "model.layers.1.mlp.up_proj"
+    clean = run(source, made).stdout
+    assert "21 static input scales were not judged: only outputs show what they lose" in clean
+    assert "off those of other blocks" not in clean
+    tensors = load_file(made / "model.safetensors")
+    tensors[f"{name}.input_scale"] *= times
+    content = json.loads((made / "config.json").read_text())
+    other = tiny.write(tmp_path / "other", content, tensors)
+    done = run(source, other)
+    if times == 1e-6:
+        line = f"input scales 1000 times and more off those of other blocks: `{name}`"
+        assert line in done.stdout
+        assert f"differ from the reference's: `{name}`" in run(made, other).stdout
+        return
+    structure = run(source, other, "--structure")
+    assert structure.exit_code == 1
+    assert f"PROBLEM `{name}`: `{name}.input_scale` with " in structure.stdout
+    assert done.exit_code == (1 if times == -1 else 2)  # NaN is not read
+    assert f"{name}.input_scale" in done.output
+
+
+def test_names_that_would_steer_a_terminal_are_written_out(tmp_path):
+    name = "a\x1b[31m\u202eb\nc.weight"
+    config, tensors = tiny.config(), tiny.tensors(tiny.config())
+    sides = [
+        tiny.write(tmp_path / f"{n}", config, {**tensors, name: torch.full((8,), n + 1.0)})
+        for n in (0, 1)
+    ]
+    page = tmp_path / "page.html"
+    shown = r"a\x1b[31m\u202eb\nc.weight"
+    for way in ((), ("--markdown",), ("--html", page)):
+        done = run(*sides, *way)
+        assert done.exit_code == 1, done.output
+        assert not {"\x1b", "\u202e"} & set(done.stdout)
+        assert shown in done.stdout or way == ("--markdown",)
+    assert shown.replace(".", ".<wbr>") in page.read_text()
+    assert not {"\x1b", "\u202e"} & set(page.read_text())
+
+
+def test_one_token_has_no_standard_error(folders, tmp_path):
+    file = tmp_path / "one.json"
+    file.write_text("[[5]]")
+    page = tmp_path / "page.html"
+    done = run(*folders, "--token-ids", file, "--html", page)
+    assert done.exit_code == 0, done.output
+    assert "nan" not in done.stdout
+    assert "over 1 token\n" in done.stdout
+    assert "nan" not in re.sub(r"<s(cript|tyle).*?</s", "", page.read_text(), flags=re.DOTALL)
