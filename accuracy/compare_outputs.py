@@ -20,7 +20,7 @@ A model that cannot be run block by block is loaded as a whole; then both are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from quantload.accuracy.end_metrics import EndMetrics, EndSums
 from quantload.accuracy.output_errors import FEWEST_TOKENS, OutputErrors
-from quantload.accuracy.places import places_of
+from quantload.accuracy.places import checkpoint_names, half_path
 from quantload.accuracy.rounded_inputs import rounded_input, rounded_rows
 from quantload.accuracy.router_overlap import Choices, RouterOverlap, overlap
 from quantload.accuracy.streaming import Block, StreamedModel, open_streamed
@@ -41,7 +41,6 @@ from quantload.layers.experts import FusedExperts
 from quantload.layers.experts_grouped import Groups
 from quantload.layers.experts_layout import holds_experts
 from quantload.loader.checkpoint import files_kept_open
-from quantload.loader.experts import split_experts
 from quantload.loader.source import Source
 from quantload.progress import Progress
 
@@ -122,7 +121,9 @@ def compare_running(  # noqa: PLR0913 - a keyword for each choice of the user
     )
     _check_alike(*models)
     check_sequences(models[0].model, sequences)
-    run = _Run(batches_of(sequences, _BATCH_TOKENS), isolated_only=isolated_only)
+    names = checkpoint_names(models[0].source, models[0].mapper)
+    batches = batches_of(sequences, _BATCH_TOKENS)
+    run = _Run(batches, isolated_only=isolated_only, halved=names.halves)
     progress.start("blocks", total=models[0].num_blocks + 1, unit="blocks")
     ways = [model.blocks(apart=True) for model in models]
     for _ in range(models[0].num_blocks):
@@ -134,17 +135,13 @@ def compare_running(  # noqa: PLR0913 - a keyword for each choice of the user
     progress.advance(1, note="logits")
     progress.finish()
     found = run.result(models[0].why_whole or models[1].why_whole)
-    return _by_checkpoint_name(found, models[0])
+    return _by_checkpoint_name(found, names.whole | names.of_halves)
 
 
-def _by_checkpoint_name(found: OutputComparison, model: StreamedModel) -> OutputComparison:
+def _by_checkpoint_name(
+    found: OutputComparison, names: Mapping[str, Sequence[str]]
+) -> OutputComparison:
     """Rename what is named by paths in the model."""
-    experts = split_experts(model.source, unserved=True)
-    names: dict[str, list[str]] = {}
-    for module in experts.source.weights:
-        for path, leaf, number in places_of(module, model.mapper, experts):
-            key = path if number < 0 else f"{path}.{number}.{leaf}"
-            names.setdefault(key, []).append(module)
 
     def named(errors: Mapping[str, OutputErrors]) -> dict[str, OutputErrors]:
         return {name: one for path, one in errors.items() for name in names.get(path, [path])}
@@ -177,10 +174,12 @@ class _Run:
     Args:
         batches: [B, T] token ids each.
         isolated_only: The candidate's blocks do not run, only its layers on given inputs.
+        halved: Products of experts whose halves are layers of their own, by path.
     """
 
     batches: Sequence[Tensor]
     isolated_only: bool = False
+    halved: Collection[str] = ()
     isolated: dict[str, OutputErrors] = field(default_factory=dict)
     rounded: dict[str, OutputErrors] = field(default_factory=dict)
     injected: dict[str, OutputErrors] = field(default_factory=dict)
@@ -339,11 +338,22 @@ class _Run:
                 start += count
                 self.experts[name] += count
                 if count:
-                    self._add(self.isolated, name, got[part], output[part])
+                    self._add_expert(self.isolated, name, got[part], output[part])
                 if count and alone is not None:
-                    self._add(self.rounded, name, alone[part], output[part])
+                    self._add_expert(self.rounded, name, alone[part], output[part])
 
         return hook
+
+    def _add_expert(
+        self, errors: dict[str, OutputErrors], name: str, candidate: Tensor, reference: Tensor
+    ) -> None:
+        """Add outputs [S, N] of an expert; gate and up are halves of one product."""
+        if name not in self.halved:
+            self._add(errors, name, candidate, reference)
+            return
+        halves = (x.chunk(2, dim=-1) for x in (candidate, reference))
+        for number, (one, other) in enumerate(zip(*halves, strict=True)):
+            self._add(errors, half_path(name, number), one, other)
 
     def result(self, why_whole: str) -> OutputComparison:
         """Return what was found."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from quantload.loader.experts import Experts
+from quantload.loader.experts import Experts, split_experts
+from quantload.loader.source import Source
 from quantload.mappers.mapper import WeightMapper
 
 # Path of a module, name of its parameter, and which expert; -1 for a layer of its own.
@@ -32,4 +34,46 @@ def places_of(module: str, mapper: WeightMapper, experts: Experts) -> Iterator[P
             yield target.module, target.leaf, int(number[1])
 
 
-__all__ = ["Place", "places_of"]
+@dataclass(frozen=True, kw_only=True)
+class CheckpointNames:
+    """Checkpoint names of weights, by path in the model.
+
+    Args:
+        whole: Of layers, and of a product of one expert.
+        halves: Products of experts of which one weight computes the first half of the outputs,
+            another the second: gate and up.
+    """
+
+    whole: dict[str, list[str]] = field(default_factory=dict)
+    halves: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+
+    @property
+    def of_halves(self) -> dict[str, list[str]]:
+        """Names by path and half."""
+        return {
+            half_path(key, n): names for key, of in self.halves.items() for n, names in of.items()
+        }
+
+
+def half_path(path: str, number: int) -> str:
+    """Return how one half of a product is called."""
+    return f"{path}/{number}"
+
+
+def checkpoint_names(source: Source, mapper: WeightMapper) -> CheckpointNames:
+    """Return what the layers of a model are called in its checkpoint."""
+    experts = split_experts(source, unserved=True)
+    found = CheckpointNames()
+    for module in experts.source.weights:
+        for path, leaf, number in places_of(module, mapper, experts):
+            key = path if number < 0 else f"{path}.{number}.{leaf}"
+            found.whole.setdefault(key, []).append(module)
+        for target in mapper.targets(f"{module}.weight"):
+            piece = target.piece
+            if piece is not None and piece.parts == 2:
+                key = f"{target.module}.{piece.expert}.{target.leaf}"
+                found.halves.setdefault(key, {}).setdefault(piece.part, []).append(module)
+    return found
+
+
+__all__ = ["CheckpointNames", "Place", "checkpoint_names", "half_path", "places_of"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -127,6 +128,27 @@ def test_experts_in_full_precision_are_compared_one_by_one(tmp_path):
     experts = {name: errors for name, errors in found.isolated.items() if ".experts." in name}
     assert experts
     assert all(errors.sums.noise == 0.0 for errors in experts.values())
+
+
+def test_gate_and_up_of_an_expert_have_errors_of_their_own(tmp_path):
+    """They are one product; a broken up_proj leaves what gate_proj makes as it was."""
+    source = tiny_moe(tmp_path / "source")
+    output = api.convert(source, tmp_path / "out", "W4A16:g32", verify_output=False).folder
+    tensors = load_file(output / "model.safetensors")
+    clean = running(source, output, [[1, 5, 9, 2, 33, 7, 3]]).isolated
+    expert = next(n for n in clean if "layers.1." in n and n.endswith("up_proj")).rpartition(".")[0]
+    up, gate = f"{expert}.up_proj", f"{expert}.gate_proj"
+    tensors[f"{up}.weight_scale"] *= 3
+    (tmp_path / "broken").mkdir()
+    content = json.loads((output / "config.json").read_text())
+    broken = tiny.write(tmp_path / "broken", content, tensors)
+    found = running(source, broken, [[1, 5, 9, 2, 33, 7, 3]]).isolated
+    assert found[gate].sums == clean[gate].sums
+    assert found[gate].sums != found[up].sums
+    assert found[up].sums.relative == pytest.approx(2.0, rel=0.1)
+    assert set(found) == set(clean)
+    shapes = {name: found[name].sums.count / found[name].num_tokens for name in (gate, up)}
+    assert shapes == dict.fromkeys((gate, up), content["moe_intermediate_size"])
 
 
 def test_experts_that_cannot_be_watched_are_named(tmp_path, monkeypatch):
