@@ -552,7 +552,7 @@ class Real:
     def output(self, scheme):
         place = self.folder / scheme
         if not place.exists():
-            rules = {"*.self_attn.": "FP8_DYNAMIC"} if scheme == "mixed" else None
+            rules = {"*.self_attn.": "FP8_DYNAMIC"} if scheme == "mixed" else {}
             name = "W4A16" if scheme == "mixed" else scheme
             api.convert(self.reference, place, name, rules=rules, verify_output=False)
         return place
