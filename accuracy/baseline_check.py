@@ -204,10 +204,10 @@ def _check_reference(name: str, before: str, now: str) -> None:
     """Refuse another reference than the baseline's, whatever became of the candidate."""
     if before == now:
         return
-    told = "there is no such tensor" if now == ABSENT else f"it has digest `{now}`"
-    was = "had none" if before == ABSENT else f"has digest `{before}`"
+    told = "is not there" if now == ABSENT else f"has digest `{now}`"
+    was = "there was none" if before == ABSENT else f"it has `{before}`"
     raise NotComparable(
-        f"the reference's `{name}`: {told}, that of the baseline {was}",
+        f"the reference's `{name}` {told}, in the baseline {was}",
         hint="check against the reference that the baseline was made with, or write it again",
     )
 
