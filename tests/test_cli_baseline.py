@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -16,9 +17,17 @@ from safetensors.torch import load_file, save_file
 
 from quantload import api
 from quantload.accuracy.baseline import Baseline, LayerBaseline
-from quantload.accuracy.baseline_verdict import judge
+from quantload.accuracy.baseline_verdict import BaselineReport, judge
+from quantload.accuracy.html_check import check_page
 from quantload.cli import main
-from quantload.cli_baseline_report import error_junit, error_lines, summary
+from quantload.cli_baseline_report import (
+    check_json,
+    error_junit,
+    error_lines,
+    github_lines,
+    junit_text,
+    summary,
+)
 from quantload.errors import BaselineError
 
 GATE = "model.layers.0.mlp.gate_proj"
@@ -242,3 +251,16 @@ def test_counts_are_told_in_sentences():
     assert "2 unchanged layers were measured too" in summary(
         judge(baseline, {"a": same, "b": same})
     )
+
+
+def test_a_changed_config_is_in_every_report():
+    line = "config: `rms_norm_eps` is `0.1`, expected `1e-05`"
+    report = BaselineReport(unchanged=3, config=(line,))
+    file = Path("b.json")
+    assert summary(report)[1:] == [f"FAILED {line}", "FAILED"]
+    suite = ElementTree.fromstring(junit_text(report, file))
+    assert suite[0].find("failure").get("message") == line
+    assert github_lines(report, file) == [f"::error file=b.json::{line}"]
+    assert check_json(report)["config"] == [line]
+    page = check_page(report, candidate="c", baseline="b.json", accept="quantload")
+    assert f'<li class="failed">{line}</li>' in page
