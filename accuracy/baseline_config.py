@@ -86,7 +86,7 @@ def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     from quantload.layers.meta_model import config_defaults  # transformers: seconds
 
     found = config_defaults(str(config.get("model_type")))
-    own = found | config
+    own = {**found, **config}
     for key, of in (("head_dim", "hidden_size"), ("num_key_value_heads", None)):
         computed = _part(found, of)
         if key in found and (found[key] is None or found[key] == computed):

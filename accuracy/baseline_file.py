@@ -131,7 +131,9 @@ def _layer_of(name: str, layers: Mapping[str, Any]) -> LayerBaseline:
             raise ValueError(f"there is no `{missing[0]}`")
         if unknown := sorted(layer.keys() - known):
             raise ValueError(f"`{unknown[0]}` is no part of it")
-        values = {key: (_text if key in texts else _number)(layer, key) for key in layer}
+        values: dict[str, Any] = {
+            key: (_text if key in texts else _number)(layer, key) for key in layer
+        }
     except ValueError as error:
         raise ValueError(f"layer `{name}`: {error}") from error
     if "tokens" in values:
@@ -204,7 +206,7 @@ def _numbers(content: Mapping[str, Any], key: str) -> dict[str, float]:
 
 def _is_finite(value: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) < _MORE_THAN_ANY and math.isfinite(value)  # type: ignore[arg-type, operator]
+    return is_number and abs(value) < _MORE_THAN_ANY and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _shown(value: object) -> str:

@@ -38,15 +38,16 @@ def value_digest(value: QuantTensor | Tensor) -> str:
 
 def _narrowest(flat: Tensor) -> torch.dtype:
     """Return the first dtype that holds every number, signs of zeros too; NaN is in none."""
-    if flat.dtype not in (torch.float16, torch.float32, torch.float64):
-        return flat.dtype
-    wider = (torch.float32,) if flat.dtype == torch.float64 else ()
+    own: torch.dtype = flat.dtype
+    if own not in (torch.float16, torch.float32, torch.float64):
+        return own
+    wider = (torch.float32,) if own == torch.float64 else ()
     for dtype in (*_NARROW, *wider):
-        if dtype != flat.dtype and all(
+        if dtype != own and all(
             torch.equal(part.to(dtype).to(part.dtype), part) for part in torch.split(flat, _CHUNK)
         ):
             return dtype
-    return flat.dtype
+    return own
 
 
 def _add_raw(found: hashlib._Hash, flat: Tensor) -> None:
