@@ -42,7 +42,8 @@ def _narrowest(flat: Tensor) -> torch.dtype:
     if own not in (torch.float16, torch.float32, torch.float64):
         return own
     wider = (torch.float32,) if own == torch.float64 else ()
-    for dtype in (*_NARROW, *wider):
+    narrower: tuple[torch.dtype, ...] = (*_NARROW, *wider)
+    for dtype in narrower:
         if dtype != own and all(
             torch.equal(part.to(dtype).to(part.dtype), part) for part in torch.split(flat, _CHUNK)
         ):
