@@ -6,8 +6,9 @@ import pytest
 from truth import CHECKPOINTS
 
 from quantload import api
-from quantload.accuracy.weight_rounding import rounding_of, standing_out
+from quantload.accuracy.weight_rounding import far_above, rounding_of, standing_out
 from quantload.errors import QuantloadError
+from quantload.quant.metrics import error_sums
 from quantload.quant.qtensor import QuantTensor
 
 FEWEST_PAIRS, FEWEST_TOOLS, FEWEST_LAYERS = 250, 12, 3000
@@ -35,7 +36,7 @@ def fits(source, base):
 
 
 def roundings(source, base):
-    """Encoding and rounding of each quantized weight of a checkpoint against its base."""
+    """Encoding, relative error and rounding of each quantized weight against its base."""
     found = {}
     for name, original in base.weights.items():
         try:
@@ -43,9 +44,16 @@ def roundings(source, base):
         except QuantloadError:
             continue
         if isinstance(held, QuantTensor) and original.shape == held.shape:
-            rounding = rounding_of(held, held.dequantize(), reference)
-            found[name] = source.weights[name].encoding, rounding
+            values = held.dequantize()
+            error = error_sums(values, reference).relative
+            rounding = rounding_of(held, values, reference)
+            found[name] = source.weights[name].encoding, error, rounding
     return found
+
+
+def damage(found):
+    """What `compare` says of them."""
+    return far_above(found) | standing_out({n: (held, r) for n, (held, _, r) in found.items()})
 
 
 def test_no_checkpoint_of_a_tool_is_flagged():
@@ -61,7 +69,7 @@ def test_no_checkpoint_of_a_tool_is_flagged():
             tools |= {folder.parent.name} if found else set()
             flagged += [
                 (folder.parent.name, folder.name, base.checkpoint.name, name, why)
-                for name, why in standing_out(found).items()
+                for name, why in damage(found).items()
             ]
     print(f"{pairs} comparisons, {layers} layers, {len(tools)} tools")  # noqa: T201 - with -s
     assert flagged == []
