@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 import quantload
 from quantload.accuracy.compare import LayerComparison
 from quantload.accuracy.compare_weights import sum_limit
+from quantload.accuracy.comparison_json import comparison_json
 from quantload.cli import main
-from quantload.cli_compare import comparison_json, comparison_markdown
+from quantload.cli_compare import comparison_markdown
 from quantload.errors import MissingTensor
 from quantload.loader.formats.compressed_tensors import encode
 from quantload.loader.formats.compressed_tensors_config import parse_config
