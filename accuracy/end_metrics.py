@@ -121,19 +121,25 @@ class EndSums:
             following: [T] ids, of each token the next one; one less where the sequence ends.
         """
         following = following.to(reference.device)
-        start, step = 0, max(1, _KL_ELEMENTS // reference.shape[-1])
-        pairs = zip(torch.split(reference, step), torch.split(candidate, step), strict=True)
-        for one, other in pairs:
+        count, step = reference.shape[0], max(1, _KL_ELEMENTS // reference.shape[-1])
+        # made before the large tensors: kept between them, they would hold the heap apart
+        kl, confidence = (torch.empty(count, dtype=torch.float64) for _ in range(2))
+        same = torch.empty(count, dtype=torch.bool)
+        losses = [torch.empty(len(following), dtype=torch.float64) for _ in range(2)]
+        for start in range(0, count, step):
+            part = slice(start, start + step)
+            one, other = reference[part], candidate[part]
             log_p, log_q = (torch.log_softmax(x.double(), dim=-1) for x in (one, other))
-            self.kl.append(kl_of_logarithms(log_p, log_q).cpu())
-            self.same.append((one.argmax(-1) == other.argmax(-1)).cpu())
-            self.confidence.append(log_p.amax(-1).exp().cpu())
-            labels = following[start : start + one.shape[0], None]
-            count = labels.shape[0]
-            self.losses.append(
-                tuple(-log[:count].gather(1, labels)[:, 0].cpu() for log in (log_p, log_q))  # type: ignore[arg-type]
-            )
-            start += one.shape[0]
+            kl[part] = kl_of_logarithms(log_p, log_q).cpu()
+            same[part] = (one.argmax(-1) == other.argmax(-1)).cpu()
+            confidence[part] = log_p.amax(-1).exp().cpu()
+            labels = following[part, None]
+            for of_side, log in zip(losses, (log_p, log_q), strict=True):
+                of_side[part] = -log[: len(labels)].gather(1, labels)[:, 0].cpu()
+        self.kl.append(kl)
+        self.same.append(same)
+        self.confidence.append(confidence)
+        self.losses.append((losses[0], losses[1]))
 
     def metrics(self) -> EndMetrics | None:
         """Return the agreement over all sequences; None if there was none."""

@@ -22,7 +22,7 @@ from quantload.accuracy.streaming_step import DoneLayer, LayerStep
 from quantload.errors import ModelError
 from quantload.layers.meta_model import TransformersModel
 
-LOGITS_BYTES = 1 << 28  # of one side at a time
+LOGITS_BYTES = 1 << 27  # of one side at a time
 _RTOL, _ATOL = 1e-5, 1e-6  # vectorized functions round their last elements otherwise
 
 
