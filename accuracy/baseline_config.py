@@ -7,15 +7,19 @@ default of transformers' class for the model type, which is asked for only then.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from quantload.accuracy.config_check import config_differences, is_same, model_facts
+from quantload.accuracy.config_check import (
+    ConfigDifference,
+    find_differences,
+    is_same,
+    model_facts,
+)
 
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")  # `config_differences` knows defaults
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")  # `find_differences` knows defaults
 _COMPUTED = ("architectures", "layer_types")  # from others, where they are not written down
-_DIFFERENCE = re.compile(r"config: `(.*)` is `(.*)`, expected `(.*)`")
 _TIED = "tie_word_embeddings"
 
 
@@ -35,18 +39,17 @@ def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     """
     if before == now:
         return []
-    found = config_differences(now, before)
-    if not any("rope" in line for line in found):
-        found += _new_rope(before, now)
-    return [*found, *_untied(before, now), *_alone(before, now)]
+    differences = list(find_differences(now, before))
+    if not any("rope" in difference.key for difference in differences):
+        differences += _new_rope(before, now)
+    return [*map(str, differences), *_untied(before, now), *_alone(before, now)]
 
 
-def _new_rope(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _new_rope(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[ConfigDifference]:
     """Yield what was a default of RoPE and is written down now."""
-    for line in config_differences(before, now):
-        if "rope" in line and (told := _DIFFERENCE.fullmatch(line)):
-            key, old, new = told.groups()
-            yield f"config: `{key}` is `{new}`, expected `{old}`"
+    for other in find_differences(before, now):
+        if "rope" in other.key:
+            yield replace(other, found=other.expected, expected=other.found)
 
 
 def _untied(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

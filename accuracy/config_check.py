@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 # Without effect on what the model computes of given tokens, in one dtype.
@@ -33,6 +34,27 @@ _USUAL_ROPE_THETA = 10000.0  # of most models whose config does not say it
 _NULL_IS_ABSENT = ("head_dim", "num_key_value_heads", "architectures")
 
 
+@dataclass(frozen=True)
+class ConfigDifference:
+    """A key of config.json that two checkpoints have with different values.
+
+    Args:
+        key: With `text_config.` before it if it is inside.
+        found: Its value in what is judged.
+        expected: Its value in the other.
+        of: What it says something of; "" for the model.
+    """
+
+    key: str
+    found: object
+    expected: object
+    of: str = ""
+
+    def __str__(self) -> str:
+        of = f" of {self.of}" if self.of else ""
+        return f"config: `{self.key}`{of} is `{self.found}`, expected `{self.expected}`"
+
+
 def config_differences(
     output: Mapping[str, Any], source: Mapping[str, Any], keys: tuple[str, ...] | None = None
 ) -> list[str]:
@@ -43,11 +65,17 @@ def config_differences(
         source: config.json with the expected values.
         keys: Keys to compare; None is all that change what the model computes.
     """
-    lines = list(_differences(output, source, keys, ""))
+    return [str(difference) for difference in find_differences(output, source, keys)]
+
+
+def find_differences(
+    output: Mapping[str, Any], source: Mapping[str, Any], keys: tuple[str, ...] | None = None
+) -> Iterator[ConfigDifference]:
+    """Yield what `config_differences` returns in words."""
+    yield from _differences(output, source, keys, "")
     inner = output.get("text_config"), source.get("text_config")
     if isinstance(inner[0], Mapping) and isinstance(inner[1], Mapping):
-        lines += _differences(inner[0], inner[1], keys, "text_config.")
-    return lines
+        yield from _differences(inner[0], inner[1], keys, "text_config.")
 
 
 def model_facts(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +90,7 @@ def _differences(
     source: Mapping[str, Any],
     keys: tuple[str, ...] | None,
     prefix: str,
-) -> Iterator[str]:
+) -> Iterator[ConfigDifference]:
     for key in _of_the_model(source) if keys is None else keys:
         if key not in output or key not in source:
             continue
@@ -74,7 +102,7 @@ def _differences(
         if key == "tie_word_embeddings" and not found:
             continue  # a head of its own is a weight, which is compared as such
         if not is_same(found, expected):
-            yield f"config: `{prefix}{key}` is `{found}`, expected `{expected}`"
+            yield ConfigDifference(f"{prefix}{key}", found, expected)
     if keys is None:
         yield from _of_rope(output, source, prefix)
 
@@ -97,7 +125,9 @@ def _window(config: Mapping[str, Any]) -> object:
 # -- RoPE ------------------------------------------------------------------------------------------
 
 
-def _of_rope(output: Mapping[str, Any], source: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _of_rope(
+    output: Mapping[str, Any], source: Mapping[str, Any], prefix: str
+) -> Iterator[ConfigDifference]:
     configs = output, source
     if sum(isinstance(config.get("rope_parameters"), Mapping) for config in configs) == 1:
         yield from _of_two_spellings(_rope(output), _rope(source), prefix)
@@ -110,7 +140,7 @@ def _of_rope(output: Mapping[str, Any], source: Mapping[str, Any], prefix: str) 
         if key == "rope_scaling" and all(_is_plain(value) for value in (found, expected)):
             continue
         if not is_same(found, expected):
-            yield f"config: `{prefix}{key}` is `{found}`, expected `{expected}`"
+            yield ConfigDifference(f"{prefix}{key}", found, expected)
 
 
 def _is_plain(scaling: object) -> bool:
@@ -122,13 +152,13 @@ def _is_plain(scaling: object) -> bool:
 
 def _of_two_spellings(
     found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str
-) -> Iterator[str]:
+) -> Iterator[ConfigDifference]:
     for key in sorted(found.keys() | expected.keys()):
         one, other = found.get(key), expected.get(key)
         if key == "rope_theta" and (one is None or other is None):
             continue
         if not is_same(one, other):
-            yield f"config: `{prefix}{key}` of RoPE is `{one}`, expected `{other}`"
+            yield ConfigDifference(f"{prefix}{key}", one, other, of="RoPE")
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _most_steps(code, zero, half, is_end, value, wanted, scale, slack, limits):
 
 
 @in_any_order
-def _sum_part(values, target, errors):
+def sum_part(values, target, errors):
     """Fill the errors of a part of a row; return noise, signal and the largest error."""
     noise = signal = 0.0
     largest = np.int64(0)
@@ -150,7 +150,7 @@ def _measure_rows(values, target, codes, scales, block, tables, limits, nearest,
         for g in range(sizes.shape[1]):
             scale = sizes[r, g]
             start, stop = g * width, min(g * width + width, columns)
-            of_part = _sum_part(found[start:stop], wanted[start:stop], errors[start:stop])
+            of_part = sum_part(found[start:stop], wanted[start:stop], errors[start:stop])
             noise += of_part[0]
             signal += of_part[1]
             largest = max(largest, of_part[2])
