@@ -30,18 +30,18 @@ class Buffer:
         memory = _page_locked(num_bytes) if device.type == "cuda" else None
         self.memory = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory
         self.view = self.memory.numpy().data
-        self.event: torch.cuda.Event | None = None
+        self._event: torch.cuda.Event | None = None
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def record(self, stream: torch.cuda.Stream) -> None:
         """Note that what a stream was given until now uses it."""
-        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.event.record(stream)
-        return self.event
+        if self._event is None:
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
 
     def wait(self) -> None:
         """Wait until nothing is copied to or from it any more; other threads run meanwhile."""
-        if self.event is not None:
-            self.event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
 
 
 def _page_locked(num_bytes: int) -> Tensor | None:

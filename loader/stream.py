@@ -167,18 +167,16 @@ class Stream:
                 self._needed = reads[-1].index
                 if self._next <= self._needed:
                     self._has_room.notify_all()
-            for read in reads:
+            for read in reversed(reads):  # they end about in their order: one wake-up for all
                 self._awaited = read
                 while not read.is_done and self._broken is None:
                     self._arrived.wait()
-                if error := read.error or self._broken:
-                    raise error
             self._awaited = None
-        if self._copies is not None:
-            stream = torch.cuda.current_stream(self.device)
-            for read in reads:
-                assert read.event is not None, "a read that is done was copied"
-                stream.wait_event(read.event)
+            if error := next((r.error for r in reads if r.error), self._broken):
+                raise error
+        if self._copies is not None and reads:
+            # one event for all copies until now: some may be of later reads, they do not take long
+            torch.cuda.current_stream(self.device).wait_stream(self._copies)
         for fetch in wanted:
             self._hand_over(fetch)
 
@@ -251,7 +249,7 @@ class Stream:
             place = self._memory_of(part.fetch)[part.to : part.to + part.num_bytes]
             place.copy_(buffer.memory[part.at : part.at + part.num_bytes], non_blocking=True)
         if self._copies is not None:
-            read.event = buffer.record(self._copies)
+            buffer.record(self._copies)
 
     def _places_of(self, read: Read) -> list[memoryview]:
         """Return the memory of a read's parts, with something between them for the gaps."""
