@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from truth import CHECKPOINTS
 
 from quantload.accuracy.config_check import config_differences
+from quantload.accuracy.config_defaults import lone_keys
+
+SHAPE = ("model_type", "hidden_size", "vocab_size")
 
 CONFIG = {
     **{"model_type": "qwen3_moe", "hidden_act": "silu", "num_hidden_layers": 2, "head_dim": 16},
@@ -82,3 +88,40 @@ def test_a_scaling_that_was_lost(scaling):
     (line,) = config_differences(held, yarn)
     assert line.startswith("config: `rope_scaling` is ")
     assert config_differences(held, CONFIG) == []
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("attention_bias", True), ("hidden_act", "gelu"), ("head_dim", 8)]
+)
+def test_a_key_that_one_lacks_has_the_default_of_its_model_type(key, value):
+    (line,) = lone_keys({**LLAMA, key: value}, LLAMA)
+    assert line.startswith(f"config: `{key}` is `{value}`, expected the default")
+    (line,) = lone_keys(LLAMA, {**LLAMA, key: value})
+    assert line.startswith(f"config: `{key}` is the default")
+    assert f"expected `{value}`" in line
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        {"attention_bias": False, "hidden_act": "silu", "head_dim": 16, "num_key_value_heads": 4},
+        {"a_tool_was_here": True, "use_cache": False, "tie_word_embeddings": False},
+    ],
+)
+def test_defaults_and_keys_of_a_tool_are_no_difference(added):
+    assert lone_keys({**LLAMA, **added}, LLAMA) == lone_keys(LLAMA, {**LLAMA, **added}) == []
+
+
+@pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no folder shared/checkpoints")
+def test_no_tool_adds_a_key_that_is_taken_for_a_change():
+    bases = [json.loads(path.read_text()) for path in CHECKPOINTS.glob("base/*/config.json")]
+    pairs = 0
+    for path in CHECKPOINTS.glob("*/*/config.json"):
+        config = json.loads(path.read_text())
+        same = [base for base in bases if all(base.get(k) == config.get(k) for k in SHAPE)]
+        pairs += len(same)
+        assert [lone_keys(config, base) for base in same] == [[] for _ in same], path
+    assert pairs > 200
