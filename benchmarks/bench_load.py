@@ -1,11 +1,13 @@
 """Load speed on a GPU: quantload beside transformers, safetensors and fastsafetensors.
 
     python benchmarks/bench_load.py [--gb 16.06] [--rounds 3] [--folder /dev/shm] [--limits-only]
+                                    [--files FOLDER]
 
 Makes a checkpoint with the shapes of Llama 3 8B in bfloat16, and one of the same shapes as W4A16
 (compressed-tensors, groups of 128; embedding and head in bfloat16), with random contents, in a
 folder that is memory: what is measured is the way from the page cache to the GPU. All methods run
-in turn, `--rounds` times, and medians are given.
+in turn, `--rounds` times, and medians are given. `--files` takes the checkpoints that an earlier
+run left in a folder, or leaves them there.
 
 `stream` are the tensors alone, as quantload reads them; `quantload` and `transformers` return
 models, the others tensors. Of quantload's load the parts are told, too: opening
@@ -323,42 +325,53 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--files", type=Path)
     parser.add_argument("--limits-only", action="store_true")
+    parser.add_argument("--write-only", action="store_true")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    folder = options.files or Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        begin = time.perf_counter()
-        dense = write_model(folder / "bf16", shape="llama", gb=options.gb, shard_gb=3.5)
-        packed = write_quantized(folder / "w4a16", options.gb)
-        print(
-            f"wrote {bytes_of(dense) / GB:.2f} and {bytes_of(packed) / GB:.2f} GB in "
-            f"{time.perf_counter() - begin:.1f} s",
-            flush=True,
-        )
-        rows: list[dict[str, object]] = []
-        for threads in (4, 8, 12, 16):
-            for mib in (4, 8, 16):
-                rate = cache_rate(dense, threads, mib << 20)
-                rows.append({"limit": "cache", "threads": threads, "MiB": mib, "GB/s": rate})
-                print(_rounded(rows[-1]), flush=True)
-        print(f"pinned {pinned_rate():.1f} GB/s", flush=True)
-        if not options.limits_only:
-            rows += run(dense, options.methods, options.rounds)
-            rows += run(packed, options.methods, options.rounds)
-        for row in rows:
-            print(_rounded(row))
-        print(
-            json.dumps(
-                {
-                    "rows": rows,
-                    "torch": torch.__version__,
-                    "device": torch.cuda.get_device_name(),
-                    "cores": os.cpu_count(),
-                }
-            )
-        )
+        dense, packed = written(folder, options.gb)
+        if not options.write_only:
+            measure(dense, packed, options)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not options.files:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def written(folder: Path, gb: float) -> tuple[Path, Path]:
+    """Return both checkpoints; they are written if they are not there."""
+    begin = time.perf_counter()
+    dense, packed = folder / "bf16", folder / "w4a16"
+    if not dense.exists():
+        write_model(dense, shape="llama", gb=gb, shard_gb=3.5)
+    if not packed.exists():
+        write_quantized(packed, gb)
+    sizes = f"{bytes_of(dense) / GB:.2f} and {bytes_of(packed) / GB:.2f} GB"
+    print(f"{sizes}, written in {time.perf_counter() - begin:.1f} s", flush=True)
+    return dense, packed
+
+
+def measure(dense: Path, packed: Path, options: argparse.Namespace) -> None:
+    """Measure limits and methods, and print them."""
+    rows: list[dict[str, object]] = []
+    for threads in (8, 12, 16):
+        for mib in (4, 8, 16):
+            rate = cache_rate(dense, threads, mib << 20)
+            rows.append({"limit": "cache", "threads": threads, "MiB": mib, "GB/s": rate})
+            print(_rounded(rows[-1]), flush=True)
+    print(f"pinned {pinned_rate():.1f} GB/s", flush=True)
+    if not options.limits_only:
+        rows += run(dense, options.methods, options.rounds)
+        rows += run(packed, options.methods, options.rounds)
+    for row in rows:
+        print(_rounded(row))
+    system = {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(),
+        "cores": os.cpu_count(),
+    }
+    print(json.dumps({"rows": rows, **system}))
 
 
 if __name__ == "__main__":

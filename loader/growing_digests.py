@@ -16,7 +16,7 @@ from quantload.errors import OutputError
 from quantload.loader.output_files import OutputFile
 from quantload.loader.writer import OutputFiles
 
-_PIECE = 1 << 20  # stays in the cache between reading and hashing
+_PIECE = 1 << 22  # hashed in some milliseconds: much longer than a thread waits for its turn
 
 
 _of_thread = threading.local()

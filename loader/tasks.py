@@ -143,12 +143,13 @@ def spread_over_files(
     """Return tasks in an order in which neighbours write to different files.
 
     A system lets one thread at a time write to a file, and a digest goes through it from its start:
-    with some files at a time all threads write, and as many digests are computed.
+    with some files at a time all threads write, and as many digests are computed. They come in
+    rounds of about as many files, so that the last one is not left to a thread or two.
 
     Args:
         tasks: In the order of the output.
         files: What they write to.
-        together: Files that are filled at a time, each from its start to its end.
+        together: Most files that are filled at a time, each from its start to its end.
     """
     file_of = {name: number for number, file in enumerate(files) for name in file.tensors}
     waiting: dict[int, deque[Task]] = {}
@@ -156,7 +157,8 @@ def spread_over_files(
         waiting.setdefault(file_of[task.outputs[0].name], deque()).append(task)
     order: list[Task] = []
     queue = deque(waiting.values())
-    current = [queue.popleft() for _ in range(min(together, len(queue)))]
+    rounds = -(-len(queue) // together)
+    current = [queue.popleft() for _ in range(-(-len(queue) // max(1, rounds)))]
     while current:
         for place, left in enumerate(current):
             order.append(left.popleft())

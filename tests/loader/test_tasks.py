@@ -14,7 +14,8 @@ import quantload.loader.tasks as module
 from quantload.errors import CheckpointError
 from quantload.loader.convert import run_plan
 from quantload.loader.formats.targets import target_named
-from quantload.loader.tasks import identity_of, share_of, spread_over_files, tasks_of
+from quantload.loader.output_files import OutputTensor, assign_files
+from quantload.loader.tasks import Task, identity_of, share_of, spread_over_files, tasks_of
 from quantload.loader.workers import Resources
 from quantload.progress import Silent
 
@@ -88,7 +89,7 @@ def test_ranks_share_all_tasks(folder, ranks):
         assert abs(sum(task.source_bytes for task in share) - total / ranks) <= largest
 
 
-@pytest.mark.parametrize("together", [1, 2, 3, 100])
+@pytest.mark.parametrize("together", [1, 2, 3, 4, 100])
 def test_tasks_that_run_together_write_to_different_files(folder, together):
     plan = plan_of(folder, "W4A16:g32", max_shard_bytes=20_000)
     tasks = tasks_of(plan)
@@ -101,13 +102,22 @@ def test_tasks_that_run_together_write_to_different_files(folder, together):
     for task, name in zip(order, written, strict=True):
         numbers.setdefault(name, []).append(task.number)
     assert all(found == sorted(found) for found in numbers.values())  # from start to end
-    most = min(together, len(plan.files))
-    assert len(set(written[:most])) == most
     for place in range(len(order)):  # begun, and not at its end
         open_files = {n for n in written[: place + 1] if n in written[place:]}
         assert len(open_files) <= together
     if together == 1:
         assert [file.name for file in plan.files] == list(dict.fromkeys(written))
+
+
+@pytest.mark.parametrize(("together", "expected"), [(1, 1), (4, 3), (8, 5), (9, 9), (100, 9)])
+def test_as_many_files_in_each_round(together, expected):
+    """Nine files by eight threads are five and then four: not eight, and one that all wait for."""
+    tensors = [[OutputTensor(f"{f}.{t}", torch.int8, (4,), "")] for f in range(9) for t in range(3)]
+    files = assign_files(tensors, max_bytes=12)
+    tasks = [Task(0, (), tensor, 4, 4) for (tensor,) in tensors]
+    order = [task.outputs[0].name[0] for task in spread_over_files(tasks, files, together=together)]
+    assert next(i for i, name in enumerate(order) if name in order[:i]) == expected
+    assert len(order) == 27
 
 
 def test_tasks_without_bytes(folder):
