@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from quantload.errors import NonFiniteWeight
@@ -16,6 +17,8 @@ from quantload.quant.qtensor import QuantTensor
 from quantload.quant.scales import merged_range, shared_range
 from quantload.quant.scheme import WeightScheme
 from quantload.quant.search import search_scales
+
+_MOST_THREADS = 32  # that share the memory of a GPU
 
 
 @dataclass
@@ -30,6 +33,7 @@ class WeightRows:
     plan: Plan
     reader: RowReader
     _decoded: tuple[str, Tensor] | None = None
+    _kept: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict)
     _mean_square: tuple[str, Tensor] | None = None
 
     def rows(self, row: PlanRow, *, step: int | None) -> Iterator[tuple[int, Tensor]]:
@@ -48,6 +52,9 @@ class WeightRows:
                 self._decoded = row.module, self.read_whole(row).to(self.reader.device)
             yield from pieces(self._decoded[1], step=step)
             return
+        if row.module in self._kept:
+            yield from self._kept.pop(row.module)
+            return
         entry = self.plan.source.checkpoint.tensors[row.region.tensor]
         for start, rows in self.reader.rows(entry, row.region, step=step):
             yield start, cast(rows, row.dtype, row.module)
@@ -55,6 +62,7 @@ class WeightRows:
     def shrink(self) -> None:
         """Give back memory that a large weight took."""
         self._decoded = None
+        self._kept.clear()
         self.reader.shrink()
 
     def read_whole(self, row: PlanRow) -> Tensor:
@@ -75,9 +83,28 @@ class WeightRows:
         """
         if not all(row.shares_range for row in rows):
             return None
-        return merged_range(
-            shared_range(part) for row in rows for _, part in self.rows(row, step=self.step_of(row))
-        )
+        self._kept.clear()
+        is_kept = self._has_room(rows)
+        ranges = []
+        for row in rows:
+            parts = []
+            for start, part in self.rows(row, step=self.step_of(row)):
+                ranges.append(shared_range(part))
+                parts += [(start, part)] if is_kept else []
+            if is_kept:
+                self._kept[row.module] = parts
+        return merged_range(ranges)
+
+    def _has_room(self, rows: Sequence[PlanRow]) -> bool:
+        """True if weights may stay on a GPU between the look for their range and their rounding.
+
+        Reading them again would take longer than all else. Each thread may take its share.
+        """
+        device = self.reader.device
+        if device.type != "cuda" or not all(row.region is not None for row in rows):
+            return False
+        free, _ = torch.cuda.mem_get_info(device)
+        return sum(row.source_bytes for row in rows) <= free // _MOST_THREADS
 
     def step_of(self, row: PlanRow) -> int | None:
         """Return the number of rows at whose multiples a weight may be cut; None for nowhere."""

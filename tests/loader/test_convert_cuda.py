@@ -1,5 +1,7 @@
 """A conversion on a GPU writes the bytes of one on a CPU."""
 
+from collections import Counter
+
 import pytest
 import tiny_checkpoints as tiny
 import torch
@@ -7,6 +9,7 @@ from converting import plan_of
 from safetensors.torch import save_file
 
 from quantload.loader.convert import run_plan
+from quantload.loader.row_reader import RowReader
 from quantload.loader.stats import InputStatistics, read_stats
 from quantload.loader.workers import Resources
 from quantload.progress import Silent
@@ -28,6 +31,29 @@ def test_bytes_do_not_depend_on_the_device(tmp_path, name, dtype):
         run_plan(plan, out, Silent(), Resources(device=torch.device(device), workers=2))
         outputs.append({file.name: file.read_bytes() for file in out.iterdir()})
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_weights_of_a_group_are_read_once_if_there_is_room(tmp_path, monkeypatch, has_room):
+    """NVFP4 looks at all members of a group before it rounds the first."""
+    content = tiny.config(hidden=256, intermediate=384)
+    folder = tiny.write(tmp_path / "in", content, tiny.tensors(content))
+    expected = run_plan(plan_of(folder, "NVFP4A16"), tmp_path / "cpu", Silent())
+    read = Counter()
+    read_rows = RowReader.read_rows
+
+    def counted(self, entry, *where):
+        read[entry.name] += 1
+        return read_rows(self, entry, *where)
+
+    monkeypatch.setattr(RowReader, "read_rows", counted)
+    if not has_room:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 30))
+    resources = Resources(device=torch.device("cuda"), workers=2)
+    found = run_plan(plan_of(folder, "NVFP4A16"), tmp_path / "cuda", Silent(), resources)
+    assert set(read.values()) == {1 if has_room else 2}
+    for file in expected.iterdir():
+        assert (found / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 @pytest.mark.parametrize("format_name", ["fp8", "gptq", "awq", "modelopt"])
