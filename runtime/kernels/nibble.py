@@ -178,7 +178,8 @@ def _is_aligned(x: Tensor) -> bool:
 def _form(weight: NibbleWeight) -> dict[str, Any]:
     """What kernels are specialised for by a weight."""
     columns = weight.words.shape[2]
-    slices = 4 if weight.group >= weight.features else min(weight.group // columns, 4)
+    is_whole = weight.group >= weight.features or weight.is_folded
+    slices = 4 if is_whole else min(weight.group // columns, 4)
     return {"C": columns, "FORM": weight.form, "KIND": weight.kind, "GROUP_SLICES": slices}
 
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from quantload.runtime.kernels.dependent_launch import let_next_start, wait_for_previous
+from quantload.runtime.kernels.nibble_folded import values4
 from quantload.runtime.kernels.nibble_groups import (
     ask_for,
     four_scales,
@@ -26,7 +27,7 @@ from quantload.runtime.kernels.nibble_groups import (
     plus_block,
     raw_groups,
 )
-from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
+from quantload.runtime.kernels.nibble_layout import table_registers
 
 __all__ = ["decode_kernel", "finished", "four_inputs", "prefetch", "tile_of"]
 
@@ -146,7 +147,9 @@ def decode_kernel(
             ahead = group_row(tl.minimum(block + 1, last - 1), blocks_per_group, GROUP_SLICES)
             next_scale = raw_groups(scale, ahead, rows, N, LATE)
             zeros = four_zeros(raw_groups(zero, row, rows, N, FORM == "zero"), FORM, GROUP_SLICES)
-            values = unpack4(w, zeros, registers, FORM, dtype, INTERPRETED)
+            values = values4(
+                w, zeros, registers, scale, block, rows, 0, N, FORM, dtype, INTERPRETED
+            )
             here = raw_scale if LATE else raw_groups(scale, row, rows, N, KIND != "none")
             scales = four_scales(here, KIND, GROUP_SLICES)
             far = tl.minimum(block + 2 * UNROLL, last - 1)

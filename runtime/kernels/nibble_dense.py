@@ -13,13 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quantload.runtime.kernels.nibble_folded import values4
 from quantload.runtime.kernels.nibble_groups import (
     four_scales,
     four_zeros,
     group_row,
     raw_groups,
 )
-from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
+from quantload.runtime.kernels.nibble_layout import table_registers
 
 __all__ = ["dense_kernel", "gather_kernel"]
 
@@ -45,7 +46,9 @@ def dense_kernel(
     row = group_row(block, blocks_per_group, GROUP_SLICES)
     zeros = four_zeros(raw_groups(zero, row, rows, N, FORM == "zero"), FORM, GROUP_SLICES)
     registers = table_registers(table, FORM, INTERPRETED)
-    w0, w1, w2, w3 = unpack4(w, zeros, registers, FORM, dtype, INTERPRETED)
+    w0, w1, w2, w3 = values4(
+        w, zeros, registers, scale, block, rows, 0, N, FORM, dtype, INTERPRETED
+    )
     scales = raw_groups(scale, row, rows, N, KIND != "none")
     s0, s1, s2, s3 = four_scales(scales, KIND, GROUP_SLICES)
     v0, v1 = w0.to(tl.float32) * s0, w1.to(tl.float32) * s1

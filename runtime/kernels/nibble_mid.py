@@ -16,6 +16,7 @@ import triton.language as tl
 
 from quantload.runtime.kernels.dependent_launch import let_next_start, wait_for_previous
 from quantload.runtime.kernels.nibble_decode import finished, tile_of
+from quantload.runtime.kernels.nibble_folded import values4
 from quantload.runtime.kernels.nibble_groups import (
     four_scales,
     four_zeros,
@@ -23,7 +24,7 @@ from quantload.runtime.kernels.nibble_groups import (
     plus_block,
     raw_groups,
 )
-from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
+from quantload.runtime.kernels.nibble_layout import table_registers
 
 __all__ = ["mid_kernel"]
 
@@ -70,7 +71,7 @@ def mid_kernel(
             )
             row = group_row(block, blocks_per_group, GROUP_SLICES)
             zeros = four_zeros(raw_groups(zero, row, rows, N, FORM == "zero"), FORM, GROUP_SLICES)
-            values = unpack4(w, zeros, registers, FORM, dtype, False)
+            values = values4(w, zeros, registers, scale, block, rows, column, N, FORM, dtype, False)
             scales = raw_groups(scale, row, rows, N, KIND != "none")
             scales = four_scales(scales, KIND, GROUP_SLICES)
             acc = plus_block(acc, values, inputs, scales, KIND, GROUP_SLICES, AFTER)

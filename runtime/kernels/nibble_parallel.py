@@ -18,6 +18,7 @@ import triton.language as tl
 
 from quantload.runtime.kernels.dependent_launch import let_next_start, wait_for_previous
 from quantload.runtime.kernels.nibble_decode import finished, four_inputs, prefetch
+from quantload.runtime.kernels.nibble_folded import values4
 from quantload.runtime.kernels.nibble_groups import (
     four_scales,
     four_zeros,
@@ -25,7 +26,7 @@ from quantload.runtime.kernels.nibble_groups import (
     plus_block,
     raw_groups,
 )
-from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
+from quantload.runtime.kernels.nibble_layout import table_registers
 
 __all__ = ["parallel_kernel"]
 
@@ -77,7 +78,7 @@ def parallel_kernel(
         next_scale = raw_groups(scale, ahead[:, None], rows[None, :], N, LATE)
         zeros = raw_groups(zero, row[:, None], rows[None, :], N, FORM == "zero")
         zeros = four_zeros(zeros, FORM, GROUP_SLICES)
-        values = unpack4(w, zeros, registers, FORM, dtype, INTERPRETED)
+        values = values4(w, zeros, registers, scale, there, rows, 0, N, FORM, dtype, INTERPRETED)
         here = raw_scale
         if not LATE:
             here = raw_groups(scale, row[:, None], rows[None, :], N, KIND != "none")

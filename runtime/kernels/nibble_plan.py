@@ -94,6 +94,8 @@ def plan_for(weight: NibbleWeight, tokens: int, device: torch.device) -> Plan:
         plan = Plan.from_settings(settings)
     else:
         plan = by_rule(tokens, (blocks, rows, columns), card)
+        if weight.is_folded and plan.path == "mid":
+            plan = replace(plan, stages=4, step=32)  # scales take some of the shared memory
     if not _is_served(plan, weight):
         plan = by_rule(tokens, (blocks, rows, columns), card, plain=True)
     if plan.path == "mid":
@@ -114,6 +116,8 @@ def _is_served(plan: Plan, weight: NibbleWeight) -> bool:
     """True if the kernel of a plan reads weights of this kind, and inputs of this width."""
     if plan.path in ("decode", "dense"):
         return True
+    if weight.is_folded and plan.path in ("gemv", "overlap"):
+        return False
     is_aligned = weight.columns is not None or weight.features % 8 == 0
     return weight.offset is None and (is_aligned or plan.path not in ("mid", "overlap"))
 

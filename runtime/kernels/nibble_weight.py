@@ -20,6 +20,12 @@ from torch import Tensor
 
 from quantload.quant.grid import Grid
 from quantload.quant.qtensor import QuantTensor
+from quantload.runtime.kernels.nibble_folded import (
+    GROUPS,
+    pack_codes,
+    scales_of_e4m3,
+    scales_of_e8m0,
+)
 from quantload.runtime.kernels.nibble_layout import SLICE_COLUMNS, lookup_table, pack_nibbles
 
 __all__ = ["NibbleWeight", "pack", "why_not_form"]
@@ -45,7 +51,9 @@ class NibbleWeight:
         columns: [B * 4 * C] int32, the input feature of a packed column, -1 for padding; None if
             packed column k is input feature k.
         table: [24] int32 of `lookup_table`, or None.
-        form: "int", "uint", "zero", "e2m1" or "table", as `unpack4` takes it.
+        form: "int", "uint", "zero", "e2m1" or "table", as `unpack4` takes it; "nvfp4" or "mxfp4",
+            whose words and scale ([B, 4, N, groups of a slice] int16, then of kind "none")
+            `nibble_folded` describes.
         features: K.
         group: Columns of a group; K where `scale` is None.
         dtype: Of the inputs, bfloat16 or float16.
@@ -68,6 +76,11 @@ class NibbleWeight:
     def rows(self) -> int:
         """N."""
         return self.words.shape[1]
+
+    @property
+    def is_folded(self) -> bool:
+        """True if codes and scales lie as `nibble_folded` says."""
+        return self.form in GROUPS
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parts that are tensors, by field name."""
@@ -146,6 +159,9 @@ def pack(weight: QuantTensor, *, dtype: torch.dtype, device: torch.device) -> Ni
     if group >= features:
         parts = _per_row(parts, n_rows)
     codes, bias = _nibbles(weight)
+    folded = _folded(weight, codes, parts, dtype)
+    if folded is not None:
+        return folded
     order = None
     if weight.group_of is not None:
         order = weight.group_of.long().argsort(stable=True)
@@ -168,6 +184,32 @@ def pack(weight: QuantTensor, *, dtype: torch.dtype, device: torch.device) -> Ni
         group=min(group, features),
         dtype=dtype,
     )
+
+
+def _folded(
+    weight: QuantTensor, codes: Tensor, parts: _ScaleParts, dtype: torch.dtype
+) -> NibbleWeight | None:
+    """Pack FP4 codes [N, K] as `nibble_folded` says; None if it serves no such weight."""
+    if weight.grid.name != "e2m1" or weight.group_of is not None or dtype != torch.bfloat16:
+        return None
+    group, (n_rows, features) = _group_columns(weight), weight.shape
+    kind = "none" if parts.scale is None else _KINDS[parts.scale.dtype]
+    form = {("e4m3", 16): "nvfp4", ("e8m0", 32): "mxfp4"}.get((kind, group))
+    if form is None or parts.zero is not None or parts.offset is not None:
+        return None
+    assert parts.scale is not None, "it has a kind"
+    given = parts.scale.expand(n_rows, -1)
+    held = (scales_of_e4m3 if form == "nvfp4" else scales_of_e8m0)(given, features)
+    if held is None:
+        return None
+    scale, outer = held
+    if parts.outer is not None:
+        outer = outer * parts.outer.double()
+    return NibbleWeight(
+        words=pack_codes(codes), scale=scale, kind="none", zero=None, offset=None,
+        outer=outer.float(), columns=None, table=None, form=form, features=features, group=group,
+        dtype=dtype,
+    )  # fmt: skip
 
 
 def _nibbles(weight: QuantTensor) -> tuple[Tensor, int]:

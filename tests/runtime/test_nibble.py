@@ -70,6 +70,16 @@ def test_every_form_gives_the_product(nibble, kernel_device, case):
           INTERPRETED_PLANS["decode split"], bias=True)  # fmt: skip
 
 
+@pytest.mark.parametrize("plan", ["decode split", "dense", "parallel"])
+@pytest.mark.parametrize("case", ["mxfp4", "nvfp4"])
+def test_scales_that_meet_values_while_these_are_unpacked(nibble, kernel_device, case, plan):
+    from quantload.runtime.kernels.nibble_weight import pack
+
+    weight = make_weight(CASES[case], 20, 800)
+    assert pack(weight, dtype=BF16, device=weight.codes.device).form == case
+    check(nibble, weight, 17, BF16, kernel_device, INTERPRETED_PLANS[plan], bias=True)
+
+
 @pytest.mark.parametrize("plan", INTERPRETED_PLANS)
 def test_every_kernel_gives_the_product(nibble, kernel_device, plan):
     tokens = 1 if plan == "gemv" else 17  # a program for each, and slow here
@@ -127,7 +137,7 @@ def test_scales_that_are_no_plain_bytes_are_kept_wider(kernel_device):
     from quantload.runtime.kernels.nibble_weight import pack
 
     weight = make_weight(CASES["nvfp4"], 4, 64)
-    assert pack(weight, dtype=BF16, device=torch.device("cpu")).kind == "e4m3"
+    assert pack(weight, dtype=F16, device=torch.device("cpu")).kind == "e4m3"
     weight.scale.view(torch.uint8)[1, 2] = 127  # NaN
     packed = pack(weight, dtype=BF16, device=torch.device("cpu"))
     assert packed.kind == "bf16"
