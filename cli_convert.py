@@ -49,7 +49,11 @@ if TYPE_CHECKING:
 )
 @click.option("--dtype", help="float32, bfloat16 or float16, for full precision and scales.")
 @click.option("--on-split", type=click.Choice(["error", "keep", "promote"]), default="error")
-@click.option("--max-shard-size", default="5GB", show_default=True)
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    help="Largest data of one output file.  [default: 5GB; 0.5GB or more where 8 files are less]",
+)
 @click.option("--layers", default="", metavar="0-1", help="Write a model of these layers only.")
 @click.option(
     "--observer",
@@ -118,6 +122,7 @@ def convert(
     may_be_done = _check_push(output, flags, ranks)
     if not flags["only_plan"] and not may_be_done:
         check_place(output)  # before anything is downloaded
+    size = flags["max_shard_size"]
     arguments: dict[str, Any] = {
         "rules": all_rules,
         "group_size": flags["group_size"],
@@ -125,7 +130,7 @@ def convert(
         "options": PlanOptions(
             dtype=parse_dtype(flags["dtype"]),
             on_split=flags["on_split"],
-            max_shard_bytes=parse_size(flags["max_shard_size"]),
+            max_shard_bytes=size and parse_size(size),
             lossless=flags["lossless"],
             observer=flags["observer"],
             layers=flags["layers"],

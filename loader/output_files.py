@@ -11,6 +11,9 @@ import torch
 
 from quantload.loader.safetensors_header import NAMES
 
+_LARGEST, _LEAST = 5_000_000_000, 500_000_000  # bytes of a file's data
+_FILES = 8  # of an output that is large enough
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -61,15 +64,30 @@ class OutputFile:
     num_bytes: int
 
 
+def usual_shard_bytes(total: int) -> int:
+    """Return the largest size of a file's data where nobody chose one.
+
+    A digest goes through its file from start to end, and a system lets one thread at a time write
+    to a file: large outputs get some files, so that several threads work on them.
+
+    Args:
+        total: Bytes of the whole output.
+    """
+    return min(_LARGEST, max(_LEAST, -(-total // _FILES)))
+
+
 def assign_files(
-    modules: Sequence[Sequence[OutputTensor]], *, max_bytes: int
+    modules: Sequence[Sequence[OutputTensor]], *, max_bytes: int | None
 ) -> tuple[OutputFile, ...]:
     """Fill files of at most `max_bytes` of data; the tensors of one module stay together.
 
     Args:
         modules: Tensors of each module, in the order of the output.
-        max_bytes: A module larger than this gets a file of its own.
+        max_bytes: A module larger than this gets a file of its own; None is `usual_shard_bytes`.
     """
+    if max_bytes is None:
+        total = sum(tensor.num_bytes for tensors in modules for tensor in tensors)
+        max_bytes = usual_shard_bytes(total)
     files: list[list[Sequence[OutputTensor]]] = [[]]
     filled = 0
     for tensors in modules:

@@ -12,8 +12,6 @@ from quantload.loader.plan_groups import OnSplit
 from quantload.loader.stats import InputStatistics
 from quantload.quant.search import Observer
 
-DEFAULT_SHARD_BYTES = 5_000_000_000
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
@@ -22,7 +20,8 @@ class PlanOptions:
     Args:
         dtype: dtype of everything in full precision, and of scales; None keeps what is stored.
         on_split: What to do when rules split a fused group: "error", "keep" or "promote".
-        max_shard_bytes: Largest size of one output file's data.
+        max_shard_bytes: Largest size of one output file's data; None is 5 GB, and less for an
+            output that would have few files: see `usual_shard_bytes`.
         lossless: Refuse whatever would change a value.
         target: The format that is written.
         observer: How scales are found: "minmax" from the largest values, as llm-compressor does,
@@ -34,7 +33,7 @@ class PlanOptions:
 
     dtype: torch.dtype | None = None
     on_split: OnSplit = "error"
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    max_shard_bytes: int | None = None
     lossless: bool = False
     target: Target = COMPRESSED_TENSORS
     observer: Observer = "minmax"

@@ -1,11 +1,12 @@
 """Headers and offsets of output files, read by the safetensors library."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from quantload.loader.output_files import OutputTensor, assign_files
+from quantload.loader.output_files import OutputTensor, assign_files, usual_shard_bytes
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.float8_e4m3fn]
 _TENSORS = st.lists(
@@ -61,3 +62,16 @@ def test_one_file_has_no_number():
     assert file.name == "model.safetensors"
     (empty,) = assign_files([], max_bytes=100)
     assert (empty.name, empty.tensors) == ("model.safetensors", {})
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "files"), [(0.4, 1), (0.9, 2), (2.1, 5), (4.0, 8), (40.0, 8), (80.0, 16)]
+)
+def test_large_outputs_have_some_files(gigabytes, files):
+    """Several threads then write and hash; none is above 5 GB."""
+    modules = _modules(*[10_000_000] * round(100 * gigabytes))
+    found = assign_files(modules, max_bytes=None)
+    assert len(found) == files
+    limit = usual_shard_bytes(round(1e9 * gigabytes))
+    assert 500_000_000 <= limit <= 5_000_000_000
+    assert max(len(file.tensors) for file in found) * 10_000_000 <= limit
