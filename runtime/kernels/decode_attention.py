@@ -9,6 +9,8 @@ of a row are cut into SPLITS pieces of whole blocks, as many as its length asks 
 program of a head to finish adds the pieces up, in their order: the result is the same every time.
 The new token's own key and value are taken from registers, rounded as the cache holds them.
 
+Few rows of the plainest heads go to `decode_attention_warps.py`, which has fewer instructions.
+
 Roundings are those of the model's own code: rotary rounds both products and their sum to x's dtype;
 scores, softmax and sums are float32; weights are rounded to the values' dtype for their product.
 
@@ -32,6 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantload.runtime.kernels import decode_attention_warps as warps_kernel
 from quantload.runtime.kernels.add_norm import NormWeight
 from quantload.runtime.kernels.decode_heads import (
     capped,
@@ -49,7 +52,7 @@ from quantload.runtime.kernels.dependent_launch import (
     wait_for_previous,
 )
 
-__all__ = ["HeadRule", "candidates", "decode_attention", "why_not"]
+__all__ = ["HeadRule", "candidates", "decode_attention", "why_not", "writes_peaks"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
@@ -58,6 +61,7 @@ _SUMMED = 4096  # partial results that a program holds while it adds up, element
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _BESIDES = 24 << 10  # bytes of shared memory besides blocks of keys and values
 _SETTINGS = ("splits", "block", "warps", "stages", "least")
+_FEW = 64  # pairs of a row and a key head up to which fewer instructions count
 _TILES = (  # keys of a block, warps, blocks in flight
     (32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 3), (64, 8, 3), (64, 4, 2), (128, 4, 3),
 )  # fmt: skip
@@ -120,6 +124,7 @@ def decode_attention(
     locks: Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
     settings: Mapping[str, int] | None = None,
+    peaks: Tensor | None = None,
 ) -> Tensor:
     """Write k and v of one token a row to the cache and return its attention.
 
@@ -134,17 +139,16 @@ def decode_attention(
             before this one has ended, so no kernel that starts dependents early may write it.
         locks: [B * KV] or more int32 zeros; zeros again afterwards.
         scales: Multipliers of the codes of keys and values.
-        settings: splits, block, warps, stages and, 1 without, least blocks of a split; None takes
-            the kernel's rule.
+        settings: splits, block, warps, stages and, 1 without, least blocks of a split; only splits
+            and warps for the kernel of `decode_attention_warps.py`, if it serves. None takes the
+            kernel's rule.
+        peaks: [B * KV] float32 to be written the largest magnitude of what each key head's queries
+            get; `writes_peaks` is true.
 
     Returns:
         [B, H * D].
     """
-    chosen = settings or _fitted(
-        _rule(len(q), rule.kv_heads, cache[0].shape[2], q.device),
-        max(triton.next_power_of_2(rule.width), _ROWS) * cache[0].element_size(),
-        _shared_memory(q.device),
-    )
+    chosen = settings or _chosen(q, rule, rotary, cache, always=peaks is not None)
     norm = rule.q_norm or _NO_NORM
     out: Tensor = _attention(
         q, k, v, *rotary, *cache, positions, locks,
@@ -152,11 +156,42 @@ def decode_attention(
         None if rule.k_norm is None else rule.k_norm.weight, norm.eps, norm.late, norm.offset,
         rule.sinks, [rule.heads, rule.kv_heads, rule.width, rule.window],
         [rule.scale, rule.softcap, *scales], rule.interleaved,
-        [({"least": 1} | dict(chosen))[name] for name in _SETTINGS],
+        [(_UNSAID | dict(chosen))[name] for name in _SETTINGS], peaks,
     )  # fmt: skip
     return out
 
 
+def writes_peaks(
+    q: Tensor, rule: HeadRule, rotary: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+) -> bool:
+    """True if `decode_attention` can be given `peaks`; arguments as there."""
+    plain = rule.q_norm is None and rule.sinks is None and not rule.softcap
+    return not INTERPRETED and warps_kernel.serves(
+        [rule.heads, rule.kv_heads, rule.width, rule.window],
+        plain=plain, interleaved=rule.interleaved, rotary=rotary[0], keys=cache[0], q=q,
+    )  # fmt: skip
+
+
+def _chosen(
+    q: Tensor,
+    rule: HeadRule,
+    rotary: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    *,
+    always: bool,
+) -> Mapping[str, int]:
+    """Return the rule's settings of the kernel that is faster, or `always` of that of warps."""
+    pairs, length = len(q) * rule.kv_heads, cache[0].shape[2]
+    if (always or pairs <= _FEW) and writes_peaks(q, rule, rotary, cache):
+        return warps_kernel.settings_for(pairs, length)
+    return _fitted(
+        _rule(len(q), rule.kv_heads, length, q.device),
+        max(triton.next_power_of_2(rule.width), _ROWS) * cache[0].element_size(),
+        _shared_memory(q.device),
+    )
+
+
+_UNSAID = {"block": 0, "stages": 0, "least": 1}  # no block: the kernel of warps
 _NO_NORM = NormWeight(torch.empty(0), 0.0, late=False, offset=False)
 
 
@@ -209,12 +244,15 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.library.custom_op("quantload::decode_attention", mutates_args=("keys", "values", "locks"))
+@torch.library.custom_op(
+    "quantload::decode_attention", mutates_args=("keys", "values", "locks", "peaks")
+)
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
     positions: Tensor, locks: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
     eps: float, late: bool, offset: bool, sinks: Tensor | None,
     sizes: list[int], factors: list[float], interleaved: bool, settings: list[int],
+    peaks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     heads, kv_heads, width, window = sizes
     splits, block, warps, stages, least = settings
@@ -225,6 +263,14 @@ def _attention(
     assert keys.stride() == values.stride(), "keys and values lie alike"
     q, k, v = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k, v))
     group, pieces = heads // kv_heads, len(q) * kv_heads * splits
+    if not block:
+        with torch.cuda.device_of(q):
+            warps_kernel.launch(
+                q, k, v, cos, sin, keys, values, positions, locks, out, peaks,
+                group=group, scale=factors[0], splits=splits, warps=warps,
+            )  # fmt: skip
+        return out
+    assert peaks is None, "this kernel finds no peaks"
     part = torch.empty(pieces * group * (width + 2) * (splits > 1), device=q.device)
     early = launches_early(q.device)
     columns = max(triton.next_power_of_2(width), _ROWS)
@@ -250,7 +296,7 @@ def _attention(
 
 @_attention.register_fake
 def _(q, k, v, cos, sin, keys, values, positions, locks, *rest):
-    sizes = rest[-4]
+    sizes = rest[-5]
     return q.new_empty(len(q), sizes[0] * sizes[2])
 
 
