@@ -12,8 +12,7 @@ import torch
 
 from quantload.accuracy.compare import ComparedTokens, ModelComparison, Tier, with_outputs
 from quantload.accuracy.compare_weights import compare_weights
-from quantload.accuracy.config_check import config_differences
-from quantload.accuracy.config_defaults import lone_keys
+from quantload.accuracy.config_defaults import config_differences
 from quantload.accuracy.limits import checked_tier, parse_limit, with_limits
 from quantload.accuracy.one_model import apart_alike, lone_names
 from quantload.accuracy.statistics import ids_digest
@@ -202,7 +201,7 @@ def compare(  # noqa: PLR0913 - a keyword for each choice of the user
         found,
         tier=tier,
         structure=structure,
-        config_differences=(*config_differences(other, one), *lone_keys(other, one)),
+        config_differences=tuple(config_differences(other, one)),
     )
     if tier in ("layers", "end"):
         from quantload.accuracy.compare_outputs import compare_running  # transformers: seconds

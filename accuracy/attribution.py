@@ -36,8 +36,7 @@ from quantload.accuracy.attribution_result import CLEAR, Attribution, KlMean, Un
 from quantload.accuracy.attribution_runs import CANDIDATE, Measured, Variant, run_variants
 from quantload.accuracy.attribution_units import By, Unit, block_number, find_units
 from quantload.accuracy.compare_weights import check_one_model
-from quantload.accuracy.config_check import config_differences
-from quantload.accuracy.config_defaults import lone_keys
+from quantload.accuracy.config_defaults import config_differences
 from quantload.accuracy.end_metrics import standard_error
 from quantload.accuracy.streaming import StreamedModel, open_streamed
 from quantload.accuracy.streaming_tokens import batches_of, check_sequences
@@ -126,7 +125,7 @@ def attribute_drift(
         nothing=max((_mean(m).mean for v, m in first.items() if _is_control(v)), default=0.0),
         lead=_lead(chosen if refined else first, rows),
         equal=tuple(equal),
-        config=(*config_differences(*configs), *lone_keys(*configs)),
+        config=tuple(config_differences(*configs)),
         why_whole=models[0].why_whole,
     )
 

@@ -1,22 +1,16 @@
 """What a baseline keeps of config.json: the model's weights say nothing without it.
 
-The present config is held to it as `config_check.py` and
-`config_defaults.py` do.
+The present config is held to it as `config_defaults.py` does.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-from quantload.accuracy.config_check import (
-    ConfigDifference,
-    find_differences,
-    model_facts,
-)
-from quantload.accuracy.config_defaults import lone_keys
+from quantload.accuracy.config_check import model_facts
+from quantload.accuracy.config_defaults import config_differences
 
 _TIED = "tie_word_embeddings"
 
@@ -37,18 +31,8 @@ def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     """
     if before == now:
         return []
-    differences = list(find_differences(now, before))
-    if not any("rope" in difference.key for difference in differences):
-        differences += _new_rope(before, now)
-    lone = lone_keys(now, before, one_checkpoint=True)
-    return [*map(str, differences), *_untied(before, now), *lone]
-
-
-def _new_rope(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[ConfigDifference]:
-    """Yield what was a default of RoPE and is written down now."""
-    for other in find_differences(before, now):
-        if "rope" in other.key:
-            yield replace(other, found=other.expected, expected=other.found)
+    differences = config_differences(now, before, one_checkpoint=True)
+    return [*differences, *_untied(before, now)]
 
 
 def _untied(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -1,9 +1,8 @@
 """Compare what two config.json say about the model that they describe.
 
 Every key that both have counts, unless it only says how weights are held, who wrote the file, how
-the model is trained, or how its texts are generated. The base of RoPE and its scaling are held to
-each other in both spellings: `rope_theta` with `rope_scaling`, and transformers 5's
-`rope_parameters`.
+the model is trained, or how its texts are generated. What only one has is for `config_defaults.py`,
+and RoPE for `config_rope.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,15 @@ _BOOKKEEPING = frozenset(
         *("router_aux_loss_coef", "router_jitter_noise", "pretraining_tp", "torchscript"),
         *("id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class"),
-        *("max_position_embeddings", "max_length", "num_labels", "chunk_size_feed_forward"),
+        *("max_length", "num_labels", "chunk_size_feed_forward"),
         *("use_return_dict", "decoder_start_token_id"),
     }
 )
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-_USUAL_ROPE_THETA = 10000.0  # of most models whose config does not say it
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+OF_ROPE = (  # what it is computed from, see `config_rope.py`
+    *(*ROPE, "partial_rotary_factor"),
+    *("max_position_embeddings", "original_max_position_embeddings"),
+)
 # transformers writes null for a default that it computes, and for a window that is off.
 _NULL_IS_ABSENT = ("head_dim", "num_key_value_heads", "architectures")
 
@@ -55,23 +57,16 @@ class ConfigDifference:
         return f"config: `{self.key}`{of} is `{self.found}`, expected `{self.expected}`"
 
 
-def config_differences(
+def find_differences(
     output: Mapping[str, Any], source: Mapping[str, Any], keys: tuple[str, ...] | None = None
-) -> list[str]:
-    """Return one line for every key that both have, with different values.
+) -> Iterator[ConfigDifference]:
+    """Yield every key that both have, with different values.
 
     Args:
         output: config.json of what is judged; `text_config` inside counts too.
         source: config.json with the expected values.
-        keys: Keys to compare; None is all that change what the model computes.
+        keys: Keys to compare; None is all that change what the model computes, but those of RoPE.
     """
-    return [str(difference) for difference in find_differences(output, source, keys)]
-
-
-def find_differences(
-    output: Mapping[str, Any], source: Mapping[str, Any], keys: tuple[str, ...] | None = None
-) -> Iterator[ConfigDifference]:
-    """Yield what `config_differences` returns in words."""
     yield from _differences(output, source, keys, "")
     inner = output.get("text_config"), source.get("text_config")
     if isinstance(inner[0], Mapping) and isinstance(inner[1], Mapping):
@@ -103,13 +98,11 @@ def _differences(
             continue  # a head of its own is a weight, which is compared as such
         if not is_same(found, expected):
             yield ConfigDifference(f"{prefix}{key}", found, expected)
-    if keys is None:
-        yield from _of_rope(output, source, prefix)
 
 
 def _of_the_model(config: Mapping[str, Any]) -> Iterable[str]:
     """The keys that say what the model computes, but those of RoPE."""
-    passed_over = {*_ROPE, "text_config"}
+    passed_over = {*OF_ROPE, "text_config"}
     return (
         key
         for key in config
@@ -120,61 +113,6 @@ def _of_the_model(config: Mapping[str, Any]) -> Iterable[str]:
 def _window(config: Mapping[str, Any]) -> object:
     """The sliding window; None if it is off."""
     return None if config.get("use_sliding_window") is False else config["sliding_window"]
-
-
-# -- RoPE ------------------------------------------------------------------------------------------
-
-
-def _of_rope(
-    output: Mapping[str, Any], source: Mapping[str, Any], prefix: str
-) -> Iterator[ConfigDifference]:
-    configs = output, source
-    if sum(isinstance(config.get("rope_parameters"), Mapping) for config in configs) == 1:
-        yield from _of_two_spellings(_rope(output), _rope(source), prefix)
-        return
-    for key in _ROPE:
-        default = _USUAL_ROPE_THETA if key == "rope_theta" else None
-        if key != "rope_scaling" and key not in source:
-            continue  # nobody knows what was meant
-        found, expected = (config.get(key, default) for config in configs)
-        if key == "rope_scaling" and all(_is_plain(value) for value in (found, expected)):
-            continue
-        if not is_same(found, expected):
-            yield ConfigDifference(f"{prefix}{key}", found, expected)
-
-
-def _is_plain(scaling: object) -> bool:
-    """True for a scaling that changes nothing."""
-    if not isinstance(scaling, Mapping):
-        return scaling is None
-    return scaling.get("rope_type", scaling.get("type")) in (None, "default")
-
-
-def _of_two_spellings(
-    found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str
-) -> Iterator[ConfigDifference]:
-    for key in sorted(found.keys() | expected.keys()):
-        one, other = found.get(key), expected.get(key)
-        if key == "rope_theta" and (one is None or other is None):
-            continue
-        if not is_same(one, other):
-            yield ConfigDifference(f"{prefix}{key}", one, other, of="RoPE")
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config says of RoPE, in transformers 5's spelling; a plain scaling is left out."""
-    held = config.get("rope_parameters")
-    scaling = config.get("rope_scaling")
-    found = dict(scaling) if isinstance(scaling, Mapping) else {}
-    if config.get("rope_theta") is not None:
-        found["rope_theta"] = config["rope_theta"]
-    if isinstance(held, Mapping):
-        found |= held
-    kind = found.pop("type", None)
-    found.setdefault("rope_type", kind)
-    if found["rope_type"] in (None, "default"):
-        del found["rope_type"]
-    return found
 
 
 def is_same(one: object, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""Keys of config.json that only one of two checkpoints has.
+"""All that two config.json say differently of what a model computes.
 
 A key that one lacks has the default of transformers' class for the model type, which is asked for
 only then.
@@ -9,12 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quantload.accuracy.config_check import is_same, model_facts
+from quantload.accuracy.config_check import OF_ROPE, find_differences, is_same, model_facts
+from quantload.accuracy.config_rope import rope_differences
 
 _ELSEWHERE = (
-    *("rope_theta", "rope_scaling", "rope_parameters"),  # `find_differences` knows their defaults
+    *OF_ROPE,  # see `config_rope.py`
     *("architectures", "layer_types"),  # computed from others where they are not written down
 )
+
+
+def config_differences(
+    output: Mapping[str, Any], source: Mapping[str, Any], *, one_checkpoint: bool = False
+) -> list[str]:
+    """Return one line for everything that changes what the model computes.
+
+    Args:
+        output: config.json of what is judged; `text_config` inside counts too.
+        source: config.json with the expected values.
+        one_checkpoint: As for `lone_keys`.
+    """
+    both = (*find_differences(output, source), *rope_differences(output, source))
+    return [*map(str, both), *lone_keys(output, source, one_checkpoint=one_checkpoint)]
 
 
 def lone_keys(
@@ -79,4 +94,4 @@ def _part(config: Mapping[str, Any], of: str | None) -> int | None:
     return heads if of is None else size // heads if isinstance(size, int) else None
 
 
-__all__ = ["lone_keys"]
+__all__ = ["config_differences", "lone_keys"]

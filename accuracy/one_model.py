@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from quantload.accuracy.config_check import config_differences
+from quantload.accuracy.config_check import find_differences
 from quantload.errors import NotComparable, listed
 from quantload.loader.experts import apart_as_in
 from quantload.loader.source import Source
@@ -29,7 +29,7 @@ def check_one_model(reference: Source, candidate: Source) -> None:
         NotComparable: They are of different models.
     """
     configs = candidate.checkpoint.config, reference.checkpoint.config
-    differences = config_differences(*configs, ("architectures", "model_type"))
+    differences = [str(d) for d in find_differences(*configs, ("architectures", "model_type"))]
     if differences:
         raise NotComparable("not of one model: " + "; ".join(differences))
     shared = [module for module in reference.weights if module in candidate.weights]

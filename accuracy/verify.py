@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantload.accuracy.config_check import config_differences
-from quantload.accuracy.config_defaults import lone_keys
+from quantload.accuracy.config_defaults import config_differences
 from quantload.accuracy.weight_check import WeightCheck, WeightChecker
 from quantload.accuracy.weight_comparer import CHUNK_BYTES, WeightComparer, difference
 from quantload.errors import QuantloadError, listed
@@ -150,8 +149,7 @@ def verify_sources(
         problems += [
             problem for name in output.plain if (problem := _check_plain(output, source, name))
         ]
-    configs = output.checkpoint.config, source.checkpoint.config
-    problems += (*config_differences(*configs), *lone_keys(*configs))
+    problems += config_differences(output.checkpoint.config, source.checkpoint.config)
     progress.finish()
     return VerifyReport(
         layers=tuple(layers[check.module] for check in checks), problems=tuple(problems)

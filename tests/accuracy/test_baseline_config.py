@@ -28,7 +28,6 @@ def without(*keys):
     [
         ("rms_norm_eps", 0.1),
         ("rope_theta", 500000.0),
-        ("rope_scaling", {"rope_type": "linear", "factor": 2.0}),
         ("hidden_act", "gelu"),
         ("num_hidden_layers", 2),
         ("head_dim", 8),
@@ -66,9 +65,20 @@ def test_defaults_and_other_spellings_are_no_change(before, now):
     assert changed_facts(now, before) == []
 
 
+def test_a_scaling_is_told():
+    scaled = LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    assert changed_facts(LLAMA, scaled) == [
+        "config: `rope_type` of RoPE is `linear`, expected `default`"
+    ]
+    emptied = without("rope_theta") | {"rope_parameters": {"rope_type": "default"}}
+    assert changed_facts(LLAMA | {"rope_theta": 5e5}, emptied) == [
+        "config: `rope_theta` of RoPE is `10000.0`, expected `500000.0`"
+    ]
+
+
 def test_a_default_that_was_not_written_down_is_known():
     assert changed_facts(without("rope_theta"), LLAMA | {"rope_theta": 5e5}) == [
-        "config: `rope_theta` is `500000.0`, expected `10000.0`"
+        "config: `rope_theta` of RoPE is `500000.0`, expected `10000.0`"
     ]
     (line,) = changed_facts(LLAMA, LLAMA | {"attention_bias": True})
     assert line == "config: `attention_bias` is `True`, expected the default `False`"

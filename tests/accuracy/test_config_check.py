@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from truth import CHECKPOINTS
 
-from quantload.accuracy.config_check import config_differences
-from quantload.accuracy.config_defaults import lone_keys
+from quantload.accuracy.config_defaults import config_differences, lone_keys
 
-SHAPE = ("model_type", "hidden_size", "vocab_size")
+SHAPE = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
 
 CONFIG = {
     **{"model_type": "qwen3_moe", "hidden_act": "silu", "num_hidden_layers": 2, "head_dim": 16},
@@ -18,6 +18,7 @@ CONFIG = {
     **{"num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": False},
     **{"sliding_window": 8, "logits_scaling": 4.0, "dtype": "bfloat16"},
 }
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ CONFIG = {
     [
         *[("num_experts_per_tok", 1), ("norm_topk_prob", False), ("attention_bias", True)],
         *[("tie_word_embeddings", True), ("logits_scaling", 8.0), ("vocab_size", 100)],
-        *[("sliding_window", None), ("sliding_window", 4), ("rope_theta", 10000.0)],
+        *[("sliding_window", None), ("sliding_window", 4)],
         *[("head_dim", 8), ("rms_norm_eps", 0.1), ("hidden_act", "gelu")],
     ],
 )
@@ -72,25 +73,78 @@ def test_rope_in_two_spellings():
     ]
 
 
-def test_a_base_of_rope_that_is_missing_is_the_usual_one():
-    without = {key: value for key, value in CONFIG.items() if key != "rope_theta"}
-    assert config_differences(without, CONFIG) == [
-        "config: `rope_theta` is `10000.0`, expected `500000.0`"
-    ]
-    assert config_differences(without, {**CONFIG, "rope_theta": 10000.0}) == []
-    assert config_differences(CONFIG, without) == []
+@pytest.mark.parametrize("kind", ["qwen3_moe", "a_type_of_its_own"])
+def test_a_base_of_rope_that_is_missing_is_that_of_its_model_type(kind):
+    config = {**CONFIG, "model_type": kind}
+    without = {key: value for key, value in config.items() if key != "rope_theta"}
+    new = {**without, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+    lacking = (*([without] if kind == "qwen3_moe" else []), {**without, "rope_parameters": {}})
+    for found in (*lacking, {**without, "rope_parameters": {"rope_type": "default"}}):
+        for held in (config, new):
+            if kind == "qwen3_moe" or found.get("rope_parameters"):
+                line = "config: `rope_theta` of RoPE is `10000.0`, expected `500000.0`"
+                assert config_differences(found, held) == [line]
+        assert config_differences(found, {**config, "rope_theta": 10000.0}) == []
+    assert config_differences(new, config) == config_differences(config, new) == []
 
 
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "default"}, ...])
 def test_a_scaling_that_was_lost(scaling):
     yarn = {**CONFIG, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     held = CONFIG if scaling is ... else {**CONFIG, "rope_scaling": scaling}
-    (line,) = config_differences(held, yarn)
-    assert line.startswith("config: `rope_scaling` is ")
+    line = "config: `rope_type` of RoPE is `default`, expected `yarn`"
+    assert config_differences(held, yarn) == [line]
     assert config_differences(held, CONFIG) == []
 
 
-LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+LONG = {"original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ({**YARN, "attention_factor": 2.0}, YARN, ["attention_factor"]),
+        ({**YARN, "attention_factor": 0.1 * math.log(4.0) + 1.0}, YARN, []),
+        ({**YARN, "beta_fast": 16}, YARN, ["beta_fast"]),
+        ({**YARN, "beta_fast": 32.0, "partial_rotary_factor": 1.0}, YARN, []),
+        ({**YARN, "partial_rotary_factor": 0.5}, YARN, ["partial_rotary_factor"]),
+        ({**YARN, **LONG}, YARN, ["original_max_position_embeddings"]),
+        ({**YARN, "original_max_position_embeddings": 256}, YARN, []),
+    ],
+)
+def test_what_a_scaling_does_not_say_is_what_is_computed_without(one, other, expected):
+    configs = [
+        {**LLAMA, "max_position_embeddings": 256, "rope_parameters": rope} for rope in (one, other)
+    ]
+    for pair in (configs, configs[::-1]):
+        found = config_differences(*pair)
+        assert [line.split("`")[1] for line in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("rope", "counts"),
+    [
+        ({"rope_type": "default"}, False),
+        ({**YARN, **LONG}, False),
+        (YARN, True),
+        ({"rope_type": "dynamic", "factor": 2.0}, True),
+    ],
+)
+def test_the_greatest_length_counts_where_rope_is_computed_from_it(rope, counts):
+    configs = [{**LLAMA, "max_position_embeddings": n, "rope_parameters": rope} for n in (128, 256)]
+    assert bool(config_differences(*configs)) is counts
+
+
+def test_rope_of_each_layer_type():
+    base = {"model_type": "gemma3_text", "hidden_size": 64}
+    sets = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
+    other = {**sets, "full_attention": {"rope_theta": 1e5}}
+    lines = config_differences({**base, "rope_parameters": other}, base)
+    assert lines == [
+        "config: `full_attention.rope_theta` of RoPE is `100000.0`, expected `1000000.0`"
+    ]
+    assert config_differences({**base, "rope_parameters": sets}, base) == []
 
 
 @pytest.mark.parametrize(
@@ -116,12 +170,12 @@ def test_defaults_and_keys_of_a_tool_are_no_difference(added):
 
 
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no folder shared/checkpoints")
-def test_no_tool_adds_a_key_that_is_taken_for_a_change():
+def test_no_tool_writes_what_is_taken_for_a_change():
     bases = [json.loads(path.read_text()) for path in CHECKPOINTS.glob("base/*/config.json")]
     pairs = 0
     for path in CHECKPOINTS.glob("*/*/config.json"):
         config = json.loads(path.read_text())
         same = [base for base in bases if all(base.get(k) == config.get(k) for k in SHAPE)]
         pairs += len(same)
-        assert [lone_keys(config, base) for base in same] == [[] for _ in same], path
-    assert pairs > 200
+        assert [config_differences(config, base) for base in same] == [[] for _ in same], path
+    assert pairs > 150

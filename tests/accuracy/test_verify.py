@@ -269,10 +269,10 @@ def test_values_that_are_not_finite_in_the_source_fail_too(tmp_path, source):
     [
         ("num_hidden_layers", 1),
         ("num_key_value_heads", 4),
-        ("rope_theta", 500000.0),
         ("rms_norm_eps", 1e-6),
         ("hidden_act", "gelu"),
         ("architectures", ["MistralForCausalLM"]),
+        ("rope_theta", 500000.0),
         ("rope_scaling", None),
     ],
 )
@@ -287,7 +287,12 @@ def test_a_config_of_another_model(tmp_path, source, key, value, place):
         written |= {"quantization_config": scheme} if extra else {}
         (folder / "config.json").write_text(json.dumps(written))
     (failure,) = _verify(output, source).failures()
-    assert failure == f"config: `{place}{key}` is `{value}`, expected `{content[key]}`"
+    of_rope = {
+        "rope_theta": f"config: `rope_theta` of RoPE is `{value}`, expected `10000.0`",
+        "rope_scaling": "config: `rope_type` of RoPE is `default`, expected `linear`",
+    }
+    changed = f"config: `{place}{key}` is `{value}`, expected `{content.get(key)}`"
+    assert failure == of_rope.get(key, changed)
 
 
 @pytest.mark.parametrize(
