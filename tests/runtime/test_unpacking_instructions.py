@@ -117,6 +117,27 @@ def test_every_byte_has_its_value(form, dtype, carried_out, kernel_device):
     assert int(finite.sum()) >= 248
 
 
+def test_every_fp4_code_becomes_a_bfloat16(kernel_device):
+    from quantload.quant.grid import E2M1
+    from quantload.runtime.kernels import nibble_folded
+
+    codes = torch.from_numpy(ALL.astype(np.uint8))
+    slices = torch.stack([codes % 16, codes // 16, (codes + 5) % 16, (codes * 7) % 16])
+    every = torch.zeros(1, 4, 64, 4, dtype=torch.uint8)  # 256 codes in each of the four places
+    every[0] = slices.view(4, 64, 4)
+    packed = [nibble_folded.pack_codes(every[..., i].reshape(1, 256)) for i in range(4)]
+    words = torch.stack(packed, -1).flatten().numpy().view(np.uint16).astype(np.uint32)
+    pairs = words | np.roll(words, 9) << 16
+    found = run(nibble_folded._SPREAD.value, 4, pairs)
+    table = torch.tensor(E2M1.table, dtype=torch.float64)
+    for register, of_slice in zip(found, slices, strict=True):
+        for half, shift in enumerate((0, 9)):
+            wanted = table[of_slice.long()].roll(shift)
+            got = floats(halves(register)[half], "bf16x2") * 2.0**126
+            assert torch.equal(got, wanted)
+            assert torch.equal(got.signbit(), wanted.signbit())
+
+
 @pytest.mark.parametrize("form", ["int", "float", "e2m1"])
 def test_every_nibble_has_its_operand(form, monkeypatch, kernel_device):
     from quantload.runtime.kernels import nibble_rounded_layout
