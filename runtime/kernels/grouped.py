@@ -39,7 +39,8 @@ from quantload.runtime.kernels.grouped_scales import (
     plus_two,
     raw_groups,
 )
-from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
+from quantload.runtime.kernels.nibble_folded import values4
+from quantload.runtime.kernels.nibble_layout import table_registers
 
 __all__ = ["grouped_kernel", "input_slices", "prefetch"]
 
@@ -251,7 +252,10 @@ def _multiply(
         if SLOTS == 4:
             raw_zero = raw_groups(zero, place, FORM == "zero")
             zeros = four_zeros(raw_zero, FORM, GROUPS, PARTS)
-            values = unpack4(packed, zeros, registers, FORM, dtype, INTERPRETED)
+            block = step if PARTS == 1 else tl.minimum(step * PARTS + part, B - 1)
+            values = values4(
+                packed, zeros, registers, scale, block, rows, 0, N, FORM, dtype, INTERPRETED
+            )
             acc = plus_four(acc, values, inputs, scales, KIND, GROUPS, AFTER)
         else:
             values = unpack2(packed, None, FORM, dtype, INTERPRETED)
@@ -326,7 +330,7 @@ def grouped_kernel(
         let_next_start(EARLY)
     if e < 0:
         return
-    if KIND != "none":
+    if scale is not None:
         scale += held * G * N
     if FORM == "zero":
         zero += held * G * N

@@ -10,140 +10,34 @@ of a slice, B blocks of slices, G groups of columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantload.quant.qtensor import QuantTensor
-from quantload.runtime.kernels.byte_layout import pack_bytes, unpack_bytes
-from quantload.runtime.kernels.nibble_layout import lookup_table, pack_nibbles, unpack_nibbles
+from quantload.runtime.kernels.byte_layout import pack_bytes
+from quantload.runtime.kernels.grouped_weight import (
+    SCALE_DTYPES,
+    GroupedWeight,
+    Rows,
+    codes_of,
+    natural_places,
+    packed_places,
+    slots_of,
+)
+from quantload.runtime.kernels.nibble_folded import form_of, held_scales, pack_codes
+from quantload.runtime.kernels.nibble_layout import lookup_table, pack_nibbles
 
 __all__ = ["ExpertStack", "GroupedWeight", "Rows", "why_not"]
 
-Rows = Literal["plain", "halves", "alternate"]  # no gate; gate before up; gate, up, gate, up ...
-_EIGHT = 8
 _SLICE_WIDTHS = (64, 32, 16)
 _BIAS = 8  # int2 .. int4 are held as code + 8
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
-_DTYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-    "e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn,
-}  # fmt: skip
-_KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
+_KINDS = {dtype: kind for kind, dtype in SCALE_DTYPES.items()}
 _LARGEST_ZERO = 63  # what `unpack4` subtracts exactly
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GroupedWeight:
-    """The weights of all experts as the kernel reads them.
-
-    Args:
-        words: [E, B, P, C] int16.
-        scale: [E, G, P] integers with the bits of the scales that a block meets, side by side; None
-            where a row has one scale, which is then in `outer`.
-        zero: [E, G, P] integers with as many bytes, in units of a nibble, or None.
-        outer: [E, P] float32, multiplier of a row, or None.
-        bias: [E, P] float32, or None.
-        table: [24] int32 of `lookup_table`, or None.
-        form: "int", "uint", "zero", "e2m1", "table": nibbles; "int8", "e4m3", "e5m2": bytes.
-        kind: What a scale is: "bf16", "fp16", "fp32", "e8m0", "e4m3", or "none".
-        group: Columns that share a scale; K if a row does.
-        rows: How rows were ordered before they were packed.
-        out_features: N.
-        in_features: K.
-    """
-
-    words: Tensor
-    scale: Tensor | None
-    zero: Tensor | None
-    outer: Tensor | None
-    bias: Tensor | None
-    table: Tensor | None
-    form: str
-    kind: str
-    group: int
-    rows: Rows
-    out_features: int
-    in_features: int
-
-    @property
-    def experts(self) -> int:
-        """E."""
-        return self.words.shape[0]
-
-    @property
-    def slots(self) -> int:
-        """Codes of a word."""
-        return _slots(self.form)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the parts that are tensors, by field name."""
-        return {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
-
-    def with_tensors(self, parts: Mapping[str, Tensor]) -> GroupedWeight:
-        """Return the weight with other tensors, by field name."""
-        return replace(self, **parts)  # type: ignore[arg-type]
-
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """Return the weights [E, N, K], computed in float32."""
-        return torch.stack([self._values(e).to(dtype) for e in range(self.experts)])
-
-    def _values(self, e: int) -> Tensor:
-        codes = _codes_of(self.words[e], self.form, self.in_features)
-        values = _values_of(codes, self.form, self.table)
-        group = torch.arange(self.in_features, device=codes.device) // self.group
-        if self.zero is not None:
-            values = values - _apart(self.zero[e], torch.uint8).t().float()[:, group]
-        if self.scale is not None:
-            scale = _apart(self.scale[e], _DTYPES[self.kind])
-            values = values * scale.float().t()[:, group]
-        if self.outer is not None:
-            values = values * self.outer[e][:, None]
-        return values[_natural_places(self.rows, self.out_features, codes.device)]
-
-
-def _slots(form: str) -> int:
-    return 2 if form in ("int8", "e4m3", "e5m2") else 4
-
-
-def _codes_of(words: Tensor, form: str, features: int) -> Tensor:
-    return (unpack_nibbles if _slots(form) == 4 else unpack_bytes)(words, features)
-
-
-def _values_of(codes: Tensor, form: str, table: Tensor | None) -> Tensor:
-    if table is not None:
-        return table[8:].view(torch.float32)[codes.int()]
-    if form == "e2m1":
-        size = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
-        return torch.cat([size, -size])[codes.int()]
-    if _slots(form) == 2:
-        storage = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-        return codes.view(storage[form]).float()
-    return codes.float() - (8 if form == "int" else 0)
-
-
-def _packed_places(rows: Rows, count: int, device: torch.device) -> Tensor:
-    """[P] the row that each packed row comes from, -1 for padding."""
-    if rows == "plain":
-        return torch.arange(count, device=device)
-    each = count // 2
-    packed = torch.arange(2 * -(-each // _EIGHT) * _EIGHT, device=device)
-    part, inner = packed // _EIGHT % 2, packed // (2 * _EIGHT) * _EIGHT + packed % _EIGHT
-    natural = part * each + inner if rows == "halves" else 2 * inner + part
-    return natural.masked_fill(inner >= each, -1)
-
-
-def _natural_places(rows: Rows, count: int, device: torch.device) -> Tensor:
-    """[N] the packed row of each row."""
-    packed = _packed_places(rows, count, device)
-    natural = torch.empty(count, dtype=torch.long, device=device)
-    here = (packed >= 0).nonzero().flatten()
-    natural[packed[here]] = here
-    return natural
 
 
 # -- which weights -----------------------------------------------------------------------------
@@ -236,12 +130,15 @@ class _Packed:
 
 def _pack(weight: QuantTensor, rows: Rows, dtype: torch.dtype) -> _Packed:
     """Lay one expert out that `why_not` accepts; exact, but for products with `outer`."""
+    folded = _folded(weight, rows)
+    if folded is not None:
+        return folded
     form, width = _form_of(weight), _slice_width(weight)
     assert form is not None, "`why_not` accepts it"
     assert width is not None, "`why_not` accepts it"
-    places = _packed_places(rows, weight.shape[0], weight.device)
+    places = packed_places(rows, weight.shape[0], weight.device)
     words = _words(weight, form, width, places)
-    per_row, block = _per_row(weight), _slots(form) * width
+    per_row, block = _per_row(weight), slots_of(form) * width
     group = min(weight.block[1], weight.shape[1])
     count = 1 if group == weight.shape[1] else max(1, block // group)  # groups of a block
     groups = -(-words.shape[0] * block // group) if count == 1 else words.shape[0] * count
@@ -259,6 +156,27 @@ def _pack(weight: QuantTensor, rows: Rows, dtype: torch.dtype) -> _Packed:
     return _Packed(parts, table, form, kind, group)
 
 
+def _folded(weight: QuantTensor, rows: Rows) -> _Packed | None:
+    """Pack FP4 as `nibble_folded` says; None if it serves no such weight."""
+    if weight.grid.name != "e2m1" or weight.zero is not None:
+        return None
+    form = form_of(weight.multiplier.dtype, weight.block[1])
+    places = packed_places(rows, weight.shape[0], weight.device).clamp(min=0)
+    codes = weight.codes.view(torch.uint8)[places]
+    if form is None:
+        return None
+    scales = _per_row(weight).multiplier[places]
+    held = held_scales(codes, scales)
+    if held is None:
+        return None
+    scale, outer = held
+    if weight.outer is not None:
+        factor = weight.outer.double().flatten().expand(weight.shape[0])[places]
+        outer = outer / factor if weight.evaluation.outer.endswith("/") else outer * factor
+    parts = {"words": pack_codes(codes), "scale": scale, "zero": None, "outer": outer.float()}
+    return _Packed(parts, None, form, "none", weight.block[1])
+
+
 def _table(values: tuple[float, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
     padded = torch.tensor(values + (0.0,) * (16 - len(values)))
     return lookup_table(padded, dtype).to(like.device)
@@ -267,7 +185,7 @@ def _table(values: tuple[float, ...], dtype: torch.dtype, like: Tensor) -> Tenso
 def _words(weight: QuantTensor, form: str, width: int, places: Tensor) -> Tensor:
     """[B, P, C] words; padding repeats the first row."""
     codes = weight.codes.view(torch.uint8)[places.clamp(min=0)]
-    if _slots(form) == 2:
+    if slots_of(form) == 2:
         return pack_bytes(codes, columns=width)
     if weight.grid.storage == torch.int8:
         codes = (codes + _BIAS) & 15  # wraps around: two's complement becomes code + 8
@@ -302,11 +220,6 @@ def _by_group(part: Tensor, places: Tensor, groups: int, count: int) -> Tensor:
     raw = torch.nn.functional.pad(raw, (0, 0, 0, max(0, groups - raw.shape[0])))
     beside: Tensor = raw.unflatten(0, (-1, count)).movedim(1, 2).contiguous()  # [.., P, count]
     return beside.view(_INTEGERS[count * part.itemsize])[..., 0]
-
-
-def _apart(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo `_by_group` but for the order of rows: [G, P]."""
-    return part.unsqueeze(-1).view(dtype).movedim(2, 1).flatten(0, 1)
 
 
 # -- putting experts together ------------------------------------------------------------------
@@ -361,8 +274,8 @@ class ExpertStack:
         """Return an expert as it was added."""
         assert self._first is not None, "an expert was added"
         words = self._parts["words"][expert]
-        codes = _codes_of(words, self._first.form, self._shape[1])
-        codes = codes[_natural_places(self.rows, self._shape[0], codes.device)]
+        codes = codes_of(words, self._first.form, self._shape[1])
+        codes = codes[natural_places(self.rows, self._shape[0], codes.device)]
         small = self._small[expert]
         grid = small["grid"]
         if grid.storage == torch.int8 and grid.bits <= 4:
@@ -377,7 +290,7 @@ class ExpertStack:
         bias = None
         if biases is not None:
             device = self._parts["words"].device
-            places = _packed_places(self.rows, self._shape[0], device).clamp(min=0)
+            places = packed_places(self.rows, self._shape[0], device).clamp(min=0)
             bias = torch.stack(biases).to(device).float()[:, places].contiguous()
         return GroupedWeight(
             words=self._parts["words"],

@@ -212,7 +212,7 @@ def _product(
             x, words, scale, zero, outer, bias, table, index,
             index if order is None else order, index if blocks is None else blocks, out,
             pairs, first, experts, n, x.shape[1], steps,
-            next((part.shape[1] for part in (scale, zero) if part is not None), 0),
+            groups_of_expert(words, scale, zero),
             x.stride(0), width, rows_per_input, blocks_per_group,
             0 if blocks is None else blocks.shape[1],
             alpha, gate_limit, act_limit, up_limit, shift,
@@ -287,6 +287,13 @@ def block_groups(group: int, block: int, blocks: int, features: int) -> tuple[in
     if group >= features:  # one group a row, however far the last block is padded
         return 4, blocks
     return max(1, min(4, 4 * group // block)), max(1, group // block)
+
+
+def groups_of_expert(words: Tensor, scale: Tensor | None, zero: Tensor | None) -> int:
+    """Return how many scales, or integers of some, a row of an expert has."""
+    experts, _, rows, _ = words.shape
+    found = (part.numel() // (experts * rows) for part in (scale, zero) if part is not None)
+    return next(found, 0)
 
 
 def sums_in_float32(pairs: int) -> bool:

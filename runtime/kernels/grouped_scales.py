@@ -145,7 +145,13 @@ def plus_four(acc, w, x, s, KIND: tl.constexpr, GROUPS: tl.constexpr, AFTER: tl.
     w0, w1, w2, w3 = w
     x0, x1, x2, x3 = x
     s0, s1, s2, s3 = s
-    if KIND == "none":
+    if KIND == "none" and AFTER:
+        # NOTE: sums that only ever meet products make ptxas wait, see `plus_block`
+        g = tl.dot(w0, x0, input_precision="ieee")
+        g = tl.dot(w1, x1, g, input_precision="ieee")
+        g = tl.dot(w2, x2, g, input_precision="ieee")
+        acc += tl.dot(w3, x3, g, input_precision="ieee")
+    elif KIND == "none":
         acc = tl.dot(w0, x0, acc, input_precision="ieee")
         acc = tl.dot(w1, x1, acc, input_precision="ieee")
         acc = tl.dot(w2, x2, acc, input_precision="ieee")

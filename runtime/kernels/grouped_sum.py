@@ -18,6 +18,7 @@ from quantload.runtime.kernels.grouped_product import (
     Routing,
     block_groups,
     grouped_product,
+    groups_of_expert,
     setting_name,
     sums_in_float32,
 )
@@ -128,7 +129,7 @@ def _sum(
         grouped_token_kernel[(triton.cdiv(n, tile), tokens)](
             x, words, scale, zero, outer, bias, table, index, weights, out,
             choices, first, experts, n, x.shape[1], blocks,
-            next((part.shape[1] for part in (scale, zero) if part is not None), 0),
+            groups_of_expert(words, scale, zero),
             x.stride(0), blocks_per_group,
             BN=tile, C=columns, FORM="int" if form == "int8" else form, SLOTS=slots, KIND=kind,
             GROUPS=groups, EVEN=x.shape[1] == blocks * slots * columns and blocks % units == 0,

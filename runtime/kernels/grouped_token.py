@@ -30,7 +30,8 @@ from quantload.runtime.kernels.grouped_scales import (
     plus_two,
     raw_groups,
 )
-from quantload.runtime.kernels.nibble_layout import table_registers, unpack4
+from quantload.runtime.kernels.nibble_folded import values4
+from quantload.runtime.kernels.nibble_layout import table_registers
 
 __all__ = ["grouped_token_kernel"]
 
@@ -95,7 +96,10 @@ def grouped_token_kernel(
         scales = four_scales(raw_groups(scale, place, KIND != "none"), KIND, GROUPS, PARTS)
         if SLOTS == 4:
             zeros = four_zeros(raw_groups(zero, place, FORM == "zero"), FORM, GROUPS, PARTS)
-            values = unpack4(packed, zeros, registers, FORM, dtype, INTERPRETED)
+            block = held * B + tl.minimum(b, B - 1)
+            values = values4(
+                packed, zeros, registers, scale, block, rows, 0, N, FORM, dtype, INTERPRETED
+            )
             acc = plus_four(acc, values, inputs, scales, KIND, GROUPS, True)
         else:
             values = unpack2(packed, None, FORM, dtype, INTERPRETED)

@@ -26,10 +26,12 @@ from quantload.runtime.kernels.nibble_layout import SLICE_COLUMNS, unpack4
 
 __all__ = [
     "GROUPS",
+    "form_of",
+    "held_scales",
     "pack_codes",
-    "scales_of_e4m3",
-    "scales_of_e8m0",
+    "unpack_codes",
     "values4",
+    "values_of",
 ]
 
 GROUPS = {"nvfp4": 16, "mxfp4": 32}
@@ -38,6 +40,12 @@ GROUPS = {"nvfp4": 16, "mxfp4": 32}
 _LARGEST = 126  # power of two of the largest scale of a row, as it is held; of codes the inverse
 _SMALLEST = 6  # so that its product with the smallest code is a normal bfloat16
 _OF_E4M3 = 118  # power of two of a held scale of 1
+
+
+def form_of(scale: torch.dtype, group: int) -> str | None:
+    """Return the form of FP4 weights with such scales, one for `group` columns, or None."""
+    kinds = {(torch.float8_e4m3fn, 16): "nvfp4", (torch.float8_e8m0fnu, 32): "mxfp4"}
+    return kinds.get((scale, group))
 
 
 # -- packing -------------------------------------------------------------------------------------
@@ -62,30 +70,53 @@ def pack_codes(codes: Tensor) -> Tensor:
     return words.contiguous()
 
 
-def scales_of_e8m0(scale: Tensor, features: int) -> tuple[Tensor, Tensor] | None:
-    """Return scales as a kernel reads them, and the factor of each row.
+def unpack_codes(words: Tensor, features: int) -> Tensor:
+    """Undo `pack_codes`: [B, N, C] int16 to [N, K] uint8."""
+    w = words.to(torch.int32)
+    codes = (
+        (w >> 12 & 8) | (w >> 6 & 7), (w >> 9 & 8) | (w >> 3 & 7), (w >> 6 & 8) | (w & 7),
+        (w >> 11 & 8) | (w >> 11 & 4) | (w >> 10 & 3),
+    )  # fmt: skip
+    apart = torch.stack(codes, dim=1).to(torch.uint8).permute(2, 0, 1, 3)  # [N, B, 4, C]
+    return apart.flatten(1)[:, :features].contiguous()
+
+
+def held_scales(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the scales of groups as a kernel reads them, and the factor of each row.
 
     Args:
-        scale: [N, G] float8_e8m0fnu, neither zero nor NaN.
-        features: K.
+        codes: [N, K] uint8.
+        scale: [N, G] float8_e8m0fnu, groups of 32 columns, or float8_e4m3fn, of 16.
 
     Returns:
-        [B, 4, N, 2] int16, bits of bfloat16, and [N] float64; None if scales of a row are too far
-        apart.
+        [B, 4, N, groups of a slice] int16, bits of bfloat16, and [N] float64; None if scales are no
+        plain numbers, or those of a row too far apart.
     """
-    power = scale.view(torch.uint8).to(torch.int32) - 127
-    most = power.amax(1, keepdim=True)
-    held = power - most + _LARGEST
-    if bool((held < _SMALLEST).any()):
+    rows, features = codes.shape
+    raw = scale.view(torch.uint8)
+    if scale.dtype == torch.float8_e4m3fn:
+        if bool((raw >= 127).any()):
+            return None
+        held = (scale.float() * 2.0**_OF_E4M3).to(torch.bfloat16).view(torch.int16)
+        factor = torch.full((rows,), 2.0 ** (_LARGEST - _OF_E4M3), dtype=torch.float64)
+        return _by_slices(held, features, 16), factor.to(scale.device)
+    power = raw.to(torch.int32) - 127
+    padded = torch.nn.functional.pad(codes, (0, scale.shape[1] * 32 - features))
+    is_used = ((padded.unflatten(1, (-1, 32)) & 7) != 0).any(2)  # zeros are zero with any scale
+    most = power.masked_fill(~is_used, -127).amax(1, keepdim=True)
+    power = (power - most + _LARGEST).masked_fill(~is_used, _LARGEST)
+    if bool((raw == 255).any()) or bool((power < _SMALLEST).any()):
         return None
-    return _by_slices((held + 127) << 7, features, 32), 2.0 ** most[:, 0].double()
+    return _by_slices((power + 127) << 7, features, 32), 2.0 ** most[:, 0].double()
 
 
-def scales_of_e4m3(scale: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    """Return the same for [N, G] float8_e4m3fn without sign or NaN; [B, 4, N, 4] int16."""
-    held = (scale.float() * 2.0**_OF_E4M3).to(torch.bfloat16).view(torch.int16)
-    factor = torch.full((len(scale),), 2.0 ** (_LARGEST - _OF_E4M3), dtype=torch.float64)
-    return _by_slices(held, features, 16), factor.to(scale.device)
+def values_of(words: Tensor, scale: Tensor, features: int) -> Tensor:
+    """Return values times scales without the factors of rows, [N, K] float32; exact."""
+    codes = unpack_codes(words, features).int()
+    size = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=words.device)
+    factor = scale.view(torch.bfloat16).float() * 2.0**-_LARGEST  # [B, 4, N, groups of a slice]
+    factor = factor.movedim(2, 0).flatten(1).repeat_interleave(SLICE_COLUMNS // scale.shape[-1], 1)
+    return torch.cat([size, -size])[codes] * factor[:, :features]
 
 
 def _by_slices(scale: Tensor, features: int, group: int) -> Tensor:

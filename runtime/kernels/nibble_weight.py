@@ -22,9 +22,9 @@ from quantload.quant.grid import Grid
 from quantload.quant.qtensor import QuantTensor
 from quantload.runtime.kernels.nibble_folded import (
     GROUPS,
+    form_of,
+    held_scales,
     pack_codes,
-    scales_of_e4m3,
-    scales_of_e8m0,
 )
 from quantload.runtime.kernels.nibble_layout import SLICE_COLUMNS, lookup_table, pack_nibbles
 
@@ -192,14 +192,11 @@ def _folded(
     """Pack FP4 codes [N, K] as `nibble_folded` says; None if it serves no such weight."""
     if weight.grid.name != "e2m1" or weight.group_of is not None or dtype != torch.bfloat16:
         return None
-    group, (n_rows, features) = _group_columns(weight), weight.shape
-    kind = "none" if parts.scale is None else _KINDS[parts.scale.dtype]
-    form = {("e4m3", 16): "nvfp4", ("e8m0", 32): "mxfp4"}.get((kind, group))
+    form = form_of(weight.multiplier.dtype, _group_columns(weight))
     if form is None or parts.zero is not None or parts.offset is not None:
         return None
-    assert parts.scale is not None, "it has a kind"
-    given = parts.scale.expand(n_rows, -1)
-    held = (scales_of_e4m3 if form == "nvfp4" else scales_of_e8m0)(given, features)
+    n_rows, features = weight.shape
+    held = held_scales(codes, weight.multiplier.expand(n_rows, -1).contiguous())
     if held is None:
         return None
     scale, outer = held
@@ -207,8 +204,8 @@ def _folded(
         outer = outer * parts.outer.double()
     return NibbleWeight(
         words=pack_codes(codes), scale=scale, kind="none", zero=None, offset=None,
-        outer=outer.float(), columns=None, table=None, form=form, features=features, group=group,
-        dtype=dtype,
+        outer=outer.float(), columns=None, table=None, form=form, features=features,
+        group=GROUPS[form], dtype=dtype,
     )  # fmt: skip
 
 
