@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quantload.layers.linear import QuantLinear
 from quantload.quant.activation import fake_quantize, fake_quantize_static, with_input_scale
-from quantload.quant.qtensor import QuantTensor
+from quantload.quant.grid import table_grid
+from quantload.quant.qtensor import Evaluation, QuantTensor
 from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import Scheme, parse_scheme
 
@@ -53,6 +54,7 @@ FORMATS = {
     "nvfp4_a16": Format("NVFP4A16"),
     "fp8_a16": Format("FP8_DYNAMIC"),
     "int8_a16": Format("W8A8"),
+    "nf4_g64_a16": Format("W4A16:g64"),
     "fp8_ch": Format("FP8_DYNAMIC", True, "fp8"),
     "fp8_tensor": Format("FP8", True, "fp8"),
     "fp8_blk": Format("FP8_BLOCK", True, "fp8"),
@@ -61,6 +63,14 @@ FORMATS = {
     "w4a8_fp8": Format("W4AFP8", True, "fp8"),
     "w4a8_int8": Format("W4A8", True, "int8"),
 }
+
+# the 16 values of QLoRA's NormalFloat (Dettmers et al., 2023), as bitsandbytes has them
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
 
 
 def scheme_of(fmt: str) -> Scheme:
@@ -79,6 +89,8 @@ def dense_weight(n: int, k: int, device: torch.device) -> Tensor:
 
 def quantized(fmt: str, dense: Tensor) -> QuantTensor:
     """Return the canonical weight of a format."""
+    if fmt.startswith("nf4"):
+        return _nf4(dense)
     scheme = scheme_of(fmt)
     assert scheme.weight is not None, fmt
     weight = quantize_rtn(dense, scheme.weight)
@@ -86,6 +98,18 @@ def quantized(fmt: str, dense: Tensor) -> QuantTensor:
         given = with_input_scale(weight, scheme.input, absmax=5.0)
         weight = replace(given, input_scale=given.input_scale.to(dense.device))
     return weight
+
+
+def _nf4(dense: Tensor) -> QuantTensor:
+    """Round to the nearest value of the table, groups of 64 by their largest magnitude."""
+    values = torch.tensor(NF4, device=dense.device)
+    groups = dense.float().unflatten(1, (-1, 64))
+    scale = groups.abs().amax(-1)
+    codes = torch.bucketize(groups / scale[..., None], (values[1:] + values[:-1]) / 2)
+    return QuantTensor(
+        codes=codes.flatten(1).to(torch.uint8), grid=table_grid("nf4", NF4), scale=scale,
+        block=(1, 64), evaluation=Evaluation(dtype=torch.float32),
+    )  # fmt: skip
 
 
 def our_layer(fmt: str, weight: QuantTensor | Tensor) -> QuantLinear:
