@@ -17,6 +17,7 @@ from quantload.accuracy.limits import checked_tier, parse_limit, with_limits
 from quantload.accuracy.one_model import apart_alike, lone_names
 from quantload.accuracy.statistics import ids_digest
 from quantload.accuracy.structure import compare_structure
+from quantload.accuracy.tied_head import has_own_head
 from quantload.accuracy.verify import VerifyReport, verify_sources
 from quantload.accuracy.verify_output import verify_output
 from quantload.api_explain import explain
@@ -201,7 +202,7 @@ def compare(  # noqa: PLR0913 - a keyword for each choice of the user
         found,
         tier=tier,
         structure=structure,
-        config_differences=tuple(config_differences(other, one)),
+        config_differences=tuple(config_differences(other, one, own_head=has_own_head(sources[1]))),
     )
     if tier in ("layers", "end"):
         from quantload.accuracy.compare_outputs import compare_running  # transformers: seconds
@@ -220,7 +221,7 @@ def compare(  # noqa: PLR0913 - a keyword for each choice of the user
         except ConfigError:
             raise
         except QuantloadError as error:
-            if not (found.config_differences or found.only_in_reference or structure.extra):
+            if not (found.config_differences or found.only_in_reference or structure.problems):
                 raise
             # what was compared fails already, whether the models run or not
             found = replace(found, tier="weights", not_run=str(error))

@@ -40,6 +40,7 @@ from quantload.accuracy.config_defaults import config_differences
 from quantload.accuracy.end_metrics import standard_error
 from quantload.accuracy.streaming import StreamedModel, open_streamed
 from quantload.accuracy.streaming_tokens import batches_of, check_sequences
+from quantload.accuracy.tied_head import has_own_head
 from quantload.errors import NotComparable
 from quantload.layers.pipeline import PipelineCut
 from quantload.loader.checkpoint import files_kept_open
@@ -125,7 +126,7 @@ def attribute_drift(
         nothing=max((_mean(m).mean for v, m in first.items() if _is_control(v)), default=0.0),
         lead=_lead(chosen if refined else first, rows),
         equal=tuple(equal),
-        config=tuple(config_differences(*configs)),
+        config=tuple(config_differences(*configs, own_head=has_own_head(candidate))),
         why_whole=models[0].why_whole,
     )
 

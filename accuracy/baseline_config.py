@@ -6,13 +6,11 @@ The present config is held to it as `config_defaults.py` does.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from quantload.accuracy.config_check import model_facts
 from quantload.accuracy.config_defaults import config_differences
-
-_TIED = "tie_word_embeddings"
 
 
 def kept_facts(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,14 +29,7 @@ def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     """
     if before == now:
         return []
-    differences = config_differences(now, before, one_checkpoint=True)
-    return [*differences, *_untied(before, now)]
-
-
-def _untied(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Of two checkpoints one may have a head of its own; of one that is a change."""
-    if before.get(_TIED) is True and now.get(_TIED) is False:
-        yield f"config: `{_TIED}` is `False`, expected `True`"
+    return config_differences(now, before, own_head=False, one_checkpoint=True)
 
 
 __all__ = ["changed_facts", "kept_facts"]

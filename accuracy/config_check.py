@@ -58,7 +58,11 @@ class ConfigDifference:
 
 
 def find_differences(
-    output: Mapping[str, Any], source: Mapping[str, Any], keys: tuple[str, ...] | None = None
+    output: Mapping[str, Any],
+    source: Mapping[str, Any],
+    keys: tuple[str, ...] | None = None,
+    *,
+    own_head: bool = True,
 ) -> Iterator[ConfigDifference]:
     """Yield every key that both have, with different values.
 
@@ -66,11 +70,12 @@ def find_differences(
         output: config.json of what is judged; `text_config` inside counts too.
         source: config.json with the expected values.
         keys: Keys to compare; None is all that change what the model computes, but those of RoPE.
+        own_head: What is judged has a head of its own, whose weight is compared as such.
     """
-    yield from _differences(output, source, keys, "")
+    yield from _differences(output, source, keys, "", own_head)
     inner = output.get("text_config"), source.get("text_config")
     if isinstance(inner[0], Mapping) and isinstance(inner[1], Mapping):
-        yield from _differences(inner[0], inner[1], keys, "text_config.")
+        yield from _differences(inner[0], inner[1], keys, "text_config.", own_head)
 
 
 def model_facts(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,6 +90,7 @@ def _differences(
     source: Mapping[str, Any],
     keys: tuple[str, ...] | None,
     prefix: str,
+    own_head: bool,
 ) -> Iterator[ConfigDifference]:
     for key in _of_the_model(source) if keys is None else keys:
         if key not in output or key not in source:
@@ -94,8 +100,8 @@ def _differences(
             continue
         if key == "sliding_window":
             found, expected = _window(output), _window(source)
-        if key == "tie_word_embeddings" and not found:
-            continue  # a head of its own is a weight, which is compared as such
+        if key == "tie_word_embeddings" and not found and own_head:
+            continue
         if not is_same(found, expected):
             yield ConfigDifference(f"{prefix}{key}", found, expected)
 

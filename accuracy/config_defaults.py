@@ -7,7 +7,7 @@ only then.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantload.accuracy.config_check import OF_ROPE, find_differences, is_same, model_facts
 from quantload.accuracy.config_rope import rope_differences
@@ -19,35 +19,36 @@ _ELSEWHERE = (
 
 
 def config_differences(
-    output: Mapping[str, Any], source: Mapping[str, Any], *, one_checkpoint: bool = False
+    output: Mapping[str, Any],
+    source: Mapping[str, Any],
+    *,
+    own_head: bool = True,
+    one_checkpoint: bool = False,
 ) -> list[str]:
     """Return one line for everything that changes what the model computes.
 
     Args:
         output: config.json of what is judged; `text_config` inside counts too.
         source: config.json with the expected values.
-        one_checkpoint: As for `lone_keys`.
-    """
-    both = (*find_differences(output, source), *rope_differences(output, source))
-    return [*map(str, both), *lone_keys(output, source, one_checkpoint=one_checkpoint)]
-
-
-def lone_keys(
-    output: Mapping[str, Any], source: Mapping[str, Any], *, one_checkpoint: bool = False
-) -> list[str]:
-    """Return one line for every key that only one config has, if it says more than its default.
-
-    Args:
-        output: config.json of what is judged; `text_config` inside counts too.
-        source: config.json with the expected values.
+        own_head: What is judged has a head of its own, whose weight is compared as such.
         one_checkpoint: Both are of one checkpoint, at two times. Then keys that its model type's
-            class does not know count too, and a head of its own. Other tools add keys of theirs.
+            class does not know count too. Other tools add keys of theirs.
     """
-    return list(_lone_keys(model_facts(output), model_facts(source), one_checkpoint, ""))
+    both = (
+        *find_differences(output, source, own_head=own_head),
+        *rope_differences(output, source),
+    )
+    facts = model_facts(output), model_facts(source)
+    return [*map(str, both), *_lone_keys(*facts, _Rules(own_head, one_checkpoint), "")]
+
+
+class _Rules(NamedTuple):
+    own_head: bool
+    one_checkpoint: bool
 
 
 def _lone_keys(
-    output: Mapping[str, Any], source: Mapping[str, Any], one_checkpoint: bool, prefix: str
+    output: Mapping[str, Any], source: Mapping[str, Any], rules: _Rules, prefix: str
 ) -> Iterator[str]:
     keys = sorted((output.keys() ^ source.keys()) - {*_ELSEWHERE})
     if keys:
@@ -56,13 +57,13 @@ def _lone_keys(
         for key in keys:
             value, default = config[key], defaults.get(key)
             known = key in defaults
-            if is_same(value, default) or (not known and not (value and one_checkpoint)):
+            if is_same(value, default) or (not known and not (value and rules.one_checkpoint)):
                 continue
             if key == "sliding_window" and config.get("use_sliding_window") is False:
                 continue
             found = value if key in output else default
-            if key == "tie_word_embeddings" and not found and not one_checkpoint:
-                continue  # a head of its own is a weight, which is compared as such
+            if key == "tie_word_embeddings" and not found and rules.own_head:
+                continue
             other = f"the default `{default}`" if known else "absent"
             if key in output:
                 yield f"config: `{prefix}{key}` is `{value}`, expected {other}"
@@ -70,7 +71,7 @@ def _lone_keys(
                 yield f"config: `{prefix}{key}` is {other}, expected `{value}`"
     inner = output.get("text_config"), source.get("text_config")
     if isinstance(inner[0], Mapping) and isinstance(inner[1], Mapping):
-        yield from _lone_keys(inner[0], inner[1], one_checkpoint, f"{prefix}text_config.")
+        yield from _lone_keys(inner[0], inner[1], rules, f"{prefix}text_config.")
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,4 +95,4 @@ def _part(config: Mapping[str, Any], of: str | None) -> int | None:
     return heads if of is None else size // heads if isinstance(size, int) else None
 
 
-__all__ = ["config_differences", "lone_keys"]
+__all__ = ["config_differences"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from quantload.accuracy.config_check import find_differences
+from quantload.accuracy.tied_head import with_tied_head
 from quantload.errors import NotComparable, listed
 from quantload.loader.experts import apart_as_in
 from quantload.loader.source import Source
@@ -13,13 +14,16 @@ from quantload.loader.source import Source
 def apart_alike(reference: Source, candidate: Source) -> tuple[Source, Source]:
     """Return two checkpoints of one model, experts of both apart if those of one are.
 
+    A reference whose head is its embedding has it under the name of a head that only the candidate
+    has.
+
     Raises:
         NotComparable: They are of different models, see `check_one_model`.
     """
     reference = apart_as_in(reference, candidate)
     candidate = apart_as_in(candidate, reference)
     check_one_model(reference, candidate)
-    return reference, candidate
+    return with_tied_head(reference, candidate), candidate
 
 
 def check_one_model(reference: Source, candidate: Source) -> None:

@@ -77,6 +77,7 @@ class StructureComparison:
         skipped: Layers that the candidate's config covers and that are in full precision, although
             their like in other blocks are quantized.
         input_scales: Static scales of the candidate's inputs.
+        added: Weights of norms, and biases that are not zero, that only the candidate has.
     """
 
     layers: tuple[LayerStructure, ...]
@@ -85,6 +86,7 @@ class StructureComparison:
     quantized_bits: float
     skipped: tuple[str, ...] = ()
     input_scales: InputScales = field(default_factory=InputScales)
+    added: tuple[str, ...] = ()
 
     @property
     def extra(self) -> tuple[str, ...]:
@@ -96,8 +98,10 @@ class StructureComparison:
     def problems(self) -> tuple[str, ...]:
         """One line for everything that is wrong."""
         extra = (f"layers that the reference lacks: {listed(self.extra)}",) if self.extra else ()
+        added = (f"tensors that the reference lacks: {listed(self.added)}",) if self.added else ()
         return (
             *extra,
+            *added,
             *(f"`{layer.module}`: {layer.problem}" for layer in self.layers if layer.problem),
             *(
                 f"`{module}` is in full precision: the config covers it, and other layers of its "
@@ -132,7 +136,15 @@ def compare_structure(
         quantized_bits=_mean_bits(other, quantized),
         skipped=skipped_layers(candidate),
         input_scales=compare_input_scales(one, other),
+        added=tuple(name for name in other.plain if name not in one.plain and _counts(other, name)),
     )
+
+
+def _counts(source: Source, name: str) -> bool:
+    """True for a tensor that changes what a layer computes; some tools write biases of zeros."""
+    if name.endswith(".bias"):
+        return bool(source.read_plain(name).count_nonzero())
+    return name.endswith(".weight")
 
 
 def _layer(reference: Source, candidate: Source, module: str) -> LayerStructure:

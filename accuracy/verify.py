@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from quantload.accuracy.config_defaults import config_differences
+from quantload.accuracy.tied_head import has_own_head
 from quantload.accuracy.weight_check import WeightCheck, WeightChecker
 from quantload.accuracy.weight_comparer import CHUNK_BYTES, WeightComparer, difference
 from quantload.errors import QuantloadError, listed
@@ -149,7 +150,8 @@ def verify_sources(
         problems += [
             problem for name in output.plain if (problem := _check_plain(output, source, name))
         ]
-    problems += config_differences(output.checkpoint.config, source.checkpoint.config)
+    configs = output.checkpoint.config, source.checkpoint.config
+    problems += config_differences(*configs, own_head=has_own_head(output))
     progress.finish()
     return VerifyReport(
         layers=tuple(layers[check.module] for check in checks), problems=tuple(problems)

@@ -8,6 +8,7 @@ checkpoint does not say, so that its layers are judged by each other:
     otherwise            the noise of the worst block (the columns of a row that share a scale) may
                          be 64 times that of rounding, that of most rows 6 times; and both 4 times
                          what is usual for this projection of the model's layers
+    a scale of zero      where the reference is not loses values, however few
     fewer than 4 layers  of its projection: a weight with much noise in a tenth of its rows may have
                          been rescaled before it was quantized (AWQ, SmoothQuant), but then others
                          of its encoding were too: no weight may have 3 times the noise of rows, or
@@ -27,6 +28,7 @@ by GPTQ gives blocks of 12 to 21, which is as usual: only a baseline shows that.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from bisect import bisect_left
@@ -161,17 +163,24 @@ def standing_out(layers: Mapping[str, tuple[str, Rounding | None]]) -> dict[str,
     for alike in encodings.values():
         if _are_nearest(alike):
             found |= {name: _beyond_nearest(rounding) for name, rounding in alike.items()}
+            found |= _lost(alike)
             continue
         for of_projection in _by_projection(alike):
             found |= _noisy(of_projection)
             if len(of_projection) < _FEWEST_LAYERS:
                 found |= {n: why for n in of_projection if (why := _far_worst(n, alike))}
+        found |= _lost(alike)
     return {name: why for name, why in found.items() if why}
 
 
 def _are_nearest(alike: Mapping[str, Rounding]) -> bool:
     near = sum(not r.beyond or r.max_steps <= _NEAREST_STEPS for r in alike.values())
     return len(alike) >= _FEWEST_LAYERS and near >= _NEAREST_SHARE * len(alike)
+
+
+def _lost(alike: Mapping[str, Rounding]) -> dict[str, str]:
+    lost = (name for name, rounding in alike.items() if math.isinf(rounding.max_steps))
+    return dict.fromkeys(lost, "values are lost: a scale is zero where the reference is not")
 
 
 def _beyond_nearest(rounding: Rounding) -> str:

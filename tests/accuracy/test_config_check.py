@@ -8,7 +8,7 @@ import math
 import pytest
 from truth import CHECKPOINTS
 
-from quantload.accuracy.config_defaults import config_differences, lone_keys
+from quantload.accuracy.config_defaults import config_differences
 
 SHAPE = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
 
@@ -151,9 +151,9 @@ def test_rope_of_each_layer_type():
     ("key", "value"), [("attention_bias", True), ("hidden_act", "gelu"), ("head_dim", 8)]
 )
 def test_a_key_that_one_lacks_has_the_default_of_its_model_type(key, value):
-    (line,) = lone_keys({**LLAMA, key: value}, LLAMA)
+    (line,) = config_differences({**LLAMA, key: value}, LLAMA)
     assert line.startswith(f"config: `{key}` is `{value}`, expected the default")
-    (line,) = lone_keys(LLAMA, {**LLAMA, key: value})
+    (line,) = config_differences(LLAMA, {**LLAMA, key: value})
     assert line.startswith(f"config: `{key}` is the default")
     assert f"expected `{value}`" in line
 
@@ -166,7 +166,11 @@ def test_a_key_that_one_lacks_has_the_default_of_its_model_type(key, value):
     ],
 )
 def test_defaults_and_keys_of_a_tool_are_no_difference(added):
-    assert lone_keys({**LLAMA, **added}, LLAMA) == lone_keys(LLAMA, {**LLAMA, **added}) == []
+    assert (
+        config_differences({**LLAMA, **added}, LLAMA)
+        == config_differences(LLAMA, {**LLAMA, **added})
+        == []
+    )
 
 
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no folder shared/checkpoints")

@@ -131,6 +131,23 @@ def test_layers_of_one_side(source, tmp_path):
     assert found.layers == ()
 
 
+def test_a_bias_or_norm_that_only_the_candidate_has(source, tmp_path):
+    output = converted(source, tmp_path)
+    bias = torch.zeros(64)
+    changed(output, lambda tensors: tensors.update({f"{UP}.bias": bias}))
+    assert structure(source, output).problems == ()  # AutoGPTQ writes such
+    bias[3] = 1.0
+    changed(
+        output, lambda tensors: tensors.update({f"{UP}.bias": bias, "k_norm.weight": bias.clone()})
+    )
+    (problem,) = structure(source, output).problems
+    assert problem == f"tensors that the reference lacks: `k_norm.weight`, `{UP}.bias`"
+    assert not api.compare(source, output, tier="structure").passed
+    found = api.compare(source, output, sequences=[[1, 2, 3]])  # transformers has no place for it
+    assert problem in found.problems
+    assert "bias" in found.not_run
+
+
 def test_other_models_are_not_comparable(source, tmp_path):
     other = tiny.llama(tmp_path / "other", hidden=96, intermediate=64)
     with pytest.raises(NotComparable, match="has shape"):

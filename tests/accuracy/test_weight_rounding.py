@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import tiny_checkpoints as tiny
 import torch
+from safetensors.torch import load_file, save_file
 
+from quantload import api
 from quantload.accuracy.weight_rounding import Rounding, far_above, rounding_of, standing_out
 from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import parse_scheme
@@ -194,3 +197,18 @@ def test_few_layers_of_a_projection_are_held_to_their_encoding():
     assert far(0.11, 0.46, 0.1) == {}
     assert "of its encoding is 0.155" in far(0.11, 0.47, 0.1)["layers.1.down_proj"]
     assert far(0.11, 0.95) == {}  # three others say nothing
+
+
+@pytest.mark.parametrize("scheme", ["W4A16:g32", "W4A16_ASYM:g32", "FP8_DYNAMIC", "W8A8"])
+def test_a_scale_of_zero_loses_values(tmp_path, scheme):
+    source = tiny.llama(tmp_path / "source", hidden=64)
+    output = api.convert(source, tmp_path / "out", scheme).folder
+    (file,) = output.glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj"
+    tensors[f"{name}.weight_scale"][5] = 0
+    save_file(tensors, file)
+    found = api.compare(source, output)
+    assert found.failures == (
+        f"`{name}`: values are lost: a scale is zero where the reference is not",
+    )
