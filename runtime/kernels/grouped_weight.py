@@ -53,7 +53,7 @@ class GroupedWeight:
         bias: [E, P] float32, or None.
         table: [24] int32 of `lookup_table`, or None.
         form: "int", "uint", "zero", "e2m1", "table": nibbles; "int8", "e4m3", "e5m2": bytes;
-            "mxfp4", "nvfp4": words and scale [E, B, 4, P, groups of a slice] of `nibble_folded`.
+            "fp4_32", "fp4_16": words and scale [E, B, 4, P, groups of a slice] of `nibble_folded`.
         kind: What a scale is: "bf16", "fp16", "fp32", "e8m0", "e4m3", or "none".
         group: Columns that share a scale; K if a row does.
         rows: How rows were ordered before they were packed.

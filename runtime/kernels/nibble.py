@@ -30,6 +30,7 @@ from quantload.runtime.kernels.nibble_mid import mid_kernel
 from quantload.runtime.kernels.nibble_parallel import parallel_kernel
 from quantload.runtime.kernels.nibble_plan import (
     Plan,
+    by_rule,
     card_of,
     fitted,
     plan_for,
@@ -41,6 +42,7 @@ from quantload.runtime.kernels.split_locks import split_locks
 __all__ = ["kernels_for", "nibble_linear", "run", "weight_values"]
 
 _DENSE_ELEMENTS = 1 << 27  # of a dequantized part: 256 MiB
+_SHARED_TILES = 2048  # of more the last round is a small part
 
 
 def nibble_linear(x: Tensor, weight: NibbleWeight, bias: Tensor | None = None) -> Tensor:
@@ -152,6 +154,8 @@ def _served(
     plan: Plan, weight: NibbleWeight, tokens: int, device: torch.device, *, is_aligned: bool
 ) -> Plan:
     """Return the plan, or the nearest one whose kernel can read the weight and the inputs."""
+    if plan.path == "gemv" and weight.is_folded:
+        return fitted(by_rule(tokens, _shape(weight), card_of(device), plain=True), weight)
     if plan.path == "overlap" and not _overlaps(weight):
         plan = replace(plan, path="mid", after=False)
     if plan.path in ("mid", "overlap") and not is_aligned:
@@ -272,12 +276,18 @@ def _overlap(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, o
     blocks, _, columns = weight.words.shape
     tiles = triton.cdiv(n, plan.rows) * triton.cdiv(m, plan.tokens)
     step = min(plan.step, columns)
-    overlap_kernel[(tiles,)](
+    programs, partial, locks = tiles, None, None
+    if plan.shared and tiles <= _SHARED_TILES:
+        steps = tiles * blocks * (columns // step)
+        programs = min(plan.shared * card_of(x.device).processors, steps)
+        partial = x.new_empty(2 * programs * plan.rows * plan.tokens, dtype=torch.float32)
+        locks = split_locks(x.device, tiles)
+    overlap_kernel[(programs,)](
         described(x, [plan.tokens, step]),
         described(weight.words.view(-1, columns), [plan.rows, step]),
-        weight.scale, weight.outer, bias, out, m, n, blocks,
+        weight.scale, weight.outer, bias, out, partial, locks, m, n, blocks,
         BN=plan.rows, BM=plan.tokens, C=columns, STEP=step, STAGES=plan.stages,
-        TILES=plan.swizzle, num_warps=plan.warps,
+        TILES=plan.swizzle, SHARED=locks is not None, num_warps=plan.warps,
     )  # fmt: skip
 
 

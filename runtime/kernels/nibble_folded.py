@@ -34,7 +34,7 @@ __all__ = [
     "values_of",
 ]
 
-GROUPS = {"nvfp4": 16, "mxfp4": 32}
+GROUPS = {"fp4_16": 16, "fp4_32": 32}
 """Form -> columns of a group."""
 
 _LARGEST = 126  # power of two of the largest scale of a row, as it is held; of codes the inverse
@@ -44,7 +44,7 @@ _OF_E4M3 = 118  # power of two of a held scale of 1
 
 def form_of(scale: torch.dtype, group: int) -> str | None:
     """Return the form of FP4 weights with such scales, one for `group` columns, or None."""
-    kinds = {(torch.float8_e4m3fn, 16): "nvfp4", (torch.float8_e8m0fnu, 32): "mxfp4"}
+    kinds = {(torch.float8_e4m3fn, 16): "fp4_16", (torch.float8_e8m0fnu, 32): "fp4_32"}
     return kinds.get((scale, group))
 
 
@@ -164,11 +164,11 @@ def values4(
         rows: [BN] output features.
         column: The first column of the slices that is in `words`.
         N: Output features.
-        FORM: "nvfp4", "mxfp4" or one of `unpack4`.
+        FORM: "fp4_16", "fp4_32" or one of `unpack4`.
         dtype: float16 or bfloat16; float32 in the interpreter.
         INTERPRETED: True in the interpreter.
     """
-    if FORM == "nvfp4" or FORM == "mxfp4":
+    if FORM == "fp4_16" or FORM == "fp4_32":
         return _folded4(words, scale, block, rows, column, N, FORM, INTERPRETED)
     else:
         return unpack4(words, zeros, registers, FORM, dtype, INTERPRETED)
@@ -212,7 +212,7 @@ def _float(bits):
 @triton.jit
 def _scales(scale, at, rows, column, N, FORM: tl.constexpr, SHAPE: tl.constexpr):
     """Return bfloat16 bits of the scales of slices `at` by column, in SHAPE, as int16."""
-    GROUP: tl.constexpr = 16 if FORM == "nvfp4" else 32
+    GROUP: tl.constexpr = 16 if FORM == "fp4_16" else 32
     HELD: tl.constexpr = 64 // GROUP
     HERE: tl.constexpr = SHAPE[-1] // GROUP
     g = column // GROUP + tl.arange(0, HERE)

@@ -14,7 +14,7 @@ from quantload.runtime import launch_settings
 if TYPE_CHECKING:
     from quantload.runtime.kernels.nibble_weight import NibbleWeight
 
-__all__ = ["Plan", "candidates", "kernel_name", "plan_for"]
+__all__ = ["Plan", "by_rule", "candidates", "card_of", "fitted", "kernel_name", "plan_for"]
 
 _PROCESSORS = 132  # of the cards that settings are searched on; others search a bit beside
 _Path = Literal["decode", "mid", "dense", "gemv", "parallel", "overlap"]
@@ -39,6 +39,8 @@ class Plan:
         swizzle: Tiles of rows that run beside each other.
         early: The kernel may start before the one before has ended (sm_90).
         prefetch: Blocks of words that are asked for before that one has ended.
+        shared: "overlap": programs of a multiprocessor that share out the steps of all tiles
+            evenly; 0 for a program a tile.
     """
 
     path: _Path
@@ -54,6 +56,7 @@ class Plan:
     swizzle: int = 1
     early: bool = True
     prefetch: int = 0
+    shared: int = 0
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, int]) -> Plan:

@@ -51,7 +51,7 @@ class NibbleWeight:
         columns: [B * 4 * C] int32, the input feature of a packed column, -1 for padding; None if
             packed column k is input feature k.
         table: [24] int32 of `lookup_table`, or None.
-        form: "int", "uint", "zero", "e2m1" or "table", as `unpack4` takes it; "nvfp4" or "mxfp4",
+        form: "int", "uint", "zero", "e2m1" or "table", as `unpack4` takes it; "fp4_16",
             whose words and scale ([B, 4, N, groups of a slice] int16, then of kind "none")
             `nibble_folded` describes.
         features: K.
@@ -200,12 +200,14 @@ def _folded(
     if held is None:
         return None
     scale, outer = held
+    if scale.shape[-1] == 2:  # a tile of them is too small for asynchronous loads
+        scale = scale.repeat_interleave(2, dim=-1)
     if parts.outer is not None:
         outer = outer * parts.outer.double()
     return NibbleWeight(
         words=pack_codes(codes), scale=scale, kind="none", zero=None, offset=None,
-        outer=outer.float(), columns=None, table=None, form=form, features=features,
-        group=GROUPS[form], dtype=dtype,
+        outer=outer.float(), columns=None, table=None, form="fp4_16", features=features,
+        group=16, dtype=dtype,
     )  # fmt: skip
 
 

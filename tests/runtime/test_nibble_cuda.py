@@ -60,6 +60,10 @@ PLANS = {
     "mid": (70, {"path": 1, "rows": 128, "tokens": 64, "splits": 2, "after": 0, "stages": 4}),
     "overlap": (200, {"path": 5, "rows": 128, "tokens": 128, "warps": 8, "stages": 2, "step": 64}),
     "overlap, narrow": (70, {"path": 5, "rows": 128, "tokens": 64, "warps": 8, "stages": 4}),
+    "overlap, shared": (
+        200,
+        {"path": 5, "rows": 128, "tokens": 128, "warps": 8, "stages": 2, "step": 64, "shared": 1},
+    ),
 }  # fmt: skip
 
 
