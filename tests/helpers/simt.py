@@ -90,6 +90,10 @@ class Machine:
         for pid in range(programs):
             self.pid = register(torch.tensor(pid, dtype=torch.int32))
             kernel(*args, **constants)
+            self.finish()
+
+    def finish(self):
+        """What a program must have left behind."""
 
     def bytes_at(self, at, size):
         at = plain(at).long()
@@ -235,6 +239,9 @@ class Assembly:
         op, _, rest = statement.partition(" ")
         if op in ("", ".reg"):
             return
+        if op == "mov.b32" and "{" in rest:
+            self._move_halves(*(part.strip() for part in re.split(r",(?![^{]*})", rest)))
+            return
         if op.startswith("ld.global"):
             self._load(rest, condition)
         elif op.startswith("mma"):
@@ -263,6 +270,16 @@ class Assembly:
             self.written.add(name)
         self.registers[name] = value.expand(self.threads).clone()
 
+    def _move_halves(self, to, source):
+        if to.startswith("{"):
+            whole = self._bits(source)
+            names = [name.strip() for name in to.strip("{}").split(",")]
+            self._put(names[0], whole & 0xFFFF)
+            self._put(names[1], (whole >> 16) & 0xFFFF)
+        else:
+            low, high = (self._value(name.strip()) for name in source.strip("{}").split(","))
+            self._put(to, low | high << 16)
+
     def _load(self, text, condition):
         found = re.match(r"\{?([^\[}]*)\}?, \[(\$\d+)(?: \+ (\d+))?\]", text)
         names = [name.strip() for name in found[1].split(",")]
@@ -271,7 +288,7 @@ class Assembly:
         words = self.machine.bytes_at(torch.where(condition, at, 0), 4 * len(names))
         for i, name in enumerate(names):
             word = words.view(torch.int32)[:, i]
-            self._put(name, torch.where(condition, word, self.registers[name]))
+            self._put(name, torch.where(condition, word, self.registers.get(name, word)))
 
     def _multiply(self, op, text):
         kind = FLOAT[op.split(".")[-2]]
@@ -309,6 +326,17 @@ def _chosen_bytes(a, b, choice):
     return torch.stack(torch.broadcast_tensors(*parts)).sum(0).to(torch.int32)
 
 
+def _halves_of_codes(a):
+    """Two e4m3 codes as float16."""
+    codes = torch.stack((a & 255, (a >> 8) & 255), -1).to(torch.uint8)
+    return codes.view(torch.float8_e4m3fn).half().contiguous().view(torch.int32)[..., 0]
+
+
+def _codes_of_two(high, low):
+    pair = torch.stack((low, high), -1).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return pair.contiguous().view(torch.int16)[..., 0].to(torch.int32) & 0xFFFF
+
+
 def _any_three(a, b, c, table):
     assert int(table) == 0xEA, "the only one that is known"
     return (a & b) | c
@@ -320,6 +348,10 @@ _PLAIN = {
     "shr.b32": lambda a, b: (a >> b) & ((1 << (32 - int(b))) - 1),
     "lop3.b32": _any_three,
     "prmt.b32": _chosen_bytes,
+    "add.s64": lambda a, b: a + b,
+    "cvt.rn.f16x2.e4m3x2": _halves_of_codes,
+    "cvt.rn.satfinite.e4m3x2.f32": _codes_of_two,
+    "mov.b64": lambda a: a,
     "setp.ne.b32": lambda a, b: a != b,
 }
 
@@ -327,9 +359,9 @@ _PLAIN = {
 Machine.assembly = Assembly
 
 
-def load(module, kernel, *more):
+def load(module, kernel, *more, machine=None):
     """Return a kernel of `runtime/kernels`, with files that it imports from, and its machine."""
-    machine = Machine()
+    machine = machine or Machine()
     names = {
         "gl": machine,
         "gluon": SimpleNamespace(jit=lambda f=None, **_: f if f is not None else lambda g: g),
@@ -339,7 +371,8 @@ def load(module, kernel, *more):
     for name in (*more, module):
         text = (KERNELS / f"{name}.py").read_text()
         text = text.split("# -- launching")[0]
-        text = re.sub(r"^from (triton|quantload|__future__).*$", "", text, flags=re.M)
+        of_others = r"^from (?:triton|quantload|__future__)[^(\n]*(?:\([^)]*\))?$"
+        text = re.sub(of_others, "", text, flags=re.M)
         code = compile(text, name, "exec", flags=__future__.annotations.compiler_flag)
         exec(code, names)
     return names[kernel], machine

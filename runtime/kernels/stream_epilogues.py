@@ -1,0 +1,79 @@
+"""What streamed products of one token do with their sums: norm behind them, gated unit, residual.
+
+    factor    1 / rms of the stream, from the sums of squares of its parts of 16
+    GLU       silu(gate) * up
+    RESIDUAL  hidden + y; that times the weight of the next norm; of each 16 the sum of squares
+
+Each can also tell the largest magnitude of each 16 of what the next product reads, which then
+quantizes that without looking at it first.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra import libdevice
+
+from quantload.runtime.kernels.warp_streams import highest, sum_of_parts, summed
+
+__all__ = ["rms_factor", "sum_of_rows", "write_gated", "write_plain", "write_residual"]
+
+
+@gluon.jit
+def rms_factor(squares, width, eps, lane, TILES: gl.constexpr):
+    """Return 1 / rms from sums of squares of 16 each, in every lane."""
+    total = lane * 0.0
+    for u in gl.static_range(TILES // 32):
+        tile = lane + 32 * u
+        total = total + gl.load(squares + tile, mask=tile < width // 16, other=0.0)
+    return gl.rsqrt(summed(total, 32) / width + eps)
+
+
+@gluon.jit
+def sum_of_rows(part, bias, row, factor, R: gl.constexpr, NW: gl.constexpr):
+    """Return results of rows: the sum of all warps' parts times a factor, with a bias."""
+    y = sum_of_parts(part, R * 64, NW) * factor
+    if bias is not None:
+        y = y + gl.load(bias + row).to(gl.float32)
+    return y
+
+
+@gluon.jit
+def _write_peaks(peaks, values, row, inside):
+    if peaks is not None:
+        high = highest(gl.abs(values.to(gl.float32)), 16)
+        gl.store(peaks + row // 16, high, mask=inside & (row % 16 == 0))
+
+
+@gluon.jit
+def write_plain(y, out, row, inside):
+    """Write results as they are."""
+    gl.store(out + row, y.to(gl.bfloat16), mask=inside)
+
+
+@gluon.jit
+def write_gated(gate, up, out, peaks, row, inside):
+    """Write silu(gate) * up with the roundings of a model's own code."""
+    gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
+    act = gl.div_rn(gate, 1.0 + libdevice.exp(-gate)).to(gl.bfloat16).to(gl.float32)
+    values = (act * up).to(gl.bfloat16)
+    gl.store(out + row, values, mask=inside)
+    _write_peaks(peaks, values, row, inside)
+
+
+@gluon.jit
+def write_residual(
+    y, hidden, weight, out, scaled, squares, peaks, row, inside, OFFSET: gl.constexpr
+):
+    """Write the sum with the stream, that times the norm's weight, and what belongs to it."""
+    h = gl.load(hidden + row, mask=inside, other=0.0).to(gl.float32)
+    w = gl.load(weight + row, mask=inside, other=0.0).to(gl.float32)
+    if OFFSET:
+        w = 1.0 + w
+    h = (h + y.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)
+    gl.store(out + row, h, mask=inside)
+    h = h.to(gl.float32)
+    gl.store(squares + row // 16, summed(h * h, 16), mask=inside & (row % 16 == 0))
+    values = (h * w).to(gl.bfloat16)
+    gl.store(scaled + row, values, mask=inside)
+    _write_peaks(peaks, values, row, inside)
