@@ -7,7 +7,8 @@ buffers alone on the CPU, the rest on the meta device, and answers for values th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,14 +28,28 @@ def run_on_meta(model: nn.Module, inputs: Mapping[str, Any]) -> None:
         inputs: Keyword arguments of its forward, small tensors on the CPU.
     """
     on_meta = {key: _meta(value) for key, value in inputs.items()}
-    with torch.no_grad():
+    with torch.no_grad(), _state_kept(model):
         torch.func.functional_call(model, _tensors(model, keep_buffers=False), kwargs=on_meta)
 
 
 def run_mixed(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Run a forward of which only the parameters are on the meta device; see `Mixed`."""
-    with torch.no_grad(), Mixed():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), _state_kept(model), Mixed():  # type: ignore[no-untyped-call]
         torch.func.functional_call(model, _tensors(model, keep_buffers=True), kwargs=dict(inputs))
+
+
+@contextmanager
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward sets: RoPE that grows with the text keeps frequencies and lengths."""
+    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def _tensors(model: nn.Module, *, keep_buffers: bool) -> dict[str, Tensor]:
