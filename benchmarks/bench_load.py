@@ -356,7 +356,7 @@ def measure(dense: Path, packed: Path, options: argparse.Namespace) -> None:
     """Measure limits and methods, and print them."""
     rows: list[dict[str, object]] = []
     for threads in (8, 12, 16):
-        for mib in (4, 8, 16):
+        for mib in (4, 8):
             rate = cache_rate(dense, threads, mib << 20)
             rows.append({"limit": "cache", "threads": threads, "MiB": mib, "GB/s": rate})
             print(_rounded(rows[-1]), flush=True)
