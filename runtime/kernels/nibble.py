@@ -170,8 +170,11 @@ def _shape(weight: NibbleWeight) -> tuple[int, int, int]:
 
 def _overlaps(weight: NibbleWeight) -> bool:
     """True if the kernel in which unpacking and products overlap serves the weight."""
+    if weight.is_folded:
+        return True
     of_pairs = _form(weight)["GROUP_SLICES"] == 2
-    return (weight.form, weight.kind, weight.dtype) == ("int", "bf16", torch.bfloat16) and of_pairs
+    is_served = weight.form in ("int", "zero") and weight.kind == "bf16"
+    return is_served and of_pairs and weight.dtype == torch.bfloat16
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -285,9 +288,9 @@ def _overlap(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, o
     overlap_kernel[(programs,)](
         described(x, [plan.tokens, step]),
         described(weight.words.view(-1, columns), [plan.rows, step]),
-        weight.scale, weight.outer, bias, out, partial, locks, m, n, blocks,
+        weight.scale, weight.zero, weight.outer, bias, out, partial, locks, m, n, blocks,
         BN=plan.rows, BM=plan.tokens, C=columns, STEP=step, STAGES=plan.stages,
-        TILES=plan.swizzle, SHARED=locks is not None, num_warps=plan.warps,
+        TILES=plan.swizzle, SHARED=locks is not None, FORM=weight.form, num_warps=plan.warps,
     )  # fmt: skip
 
 

@@ -3,11 +3,11 @@
 The same product as `nibble_mid`, in Gluon: there Triton waits for each product of a register
 operand, here the next slice is unpacked while the tensor core works on the last one. Words and
 inputs come by the copy engine, STAGES steps ahead. Values meet their scales before the product,
-rounded to x's dtype.
+rounded to x's dtype; those of FP4 are exact, see `nibble_folded`.
 
-Weights are int4 with a bfloat16 scale for each pair of slices (groups of 128 columns), inputs
-bfloat16. On an H200 a layer of 28672x4096 takes 59 us with 128 tokens and 112 us with 256, where
-`nibble_mid` takes 66 and 123.
+Weights are int4 with or without zero points and a bfloat16 scale for each pair of slices (groups of
+128 columns), or FP4 of `nibble_folded`; inputs are bfloat16. On an H200 an int4 layer of 28672x4096
+takes 59 us with 128 tokens and 112 us with 256, where `nibble_mid` takes 66 and 123.
 
 Grid: a program for each tile of BN output features x BM tokens; or (SHARED) as many as the card
 holds, which share out the steps of all tiles evenly, in their order: then no processor waits for a
@@ -39,44 +39,111 @@ def described(tensor: Tensor, tile: list[int]) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), tile, layout)
 
 
-@gluon.jit
-def _values0(words):
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 t, one, c; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc308c308;"
-        " lop3.b32 t, $1, 0x000f000f, 0x43004300, 0xea;"
-        " fma.rn.bf16x2 $0, t, one, c; }",
-        "=r,r", args=[words], dtype=gl.bfloat16, is_pure=True, pack=2,
-    )  # fmt: skip
+# -- values --------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _text(form, slot):
+    """Return PTX that makes two values of a register of two words: SLOT of each word's codes."""
+    if form == "fp4_16":  # as `nibble_folded` says, 2^-126 times the value
+        moved = ("", "shl.b32 t, t, 3;", "shl.b32 t, t, 6;")
+        if slot < 3:
+            return "{ .reg .b32 t; mov.b32 t, $1; " + moved[slot] + " and.b32 $0, t, 0x81c081c0; }"
+        return (
+            "{ .reg .b32 a, b; shl.b32 a, $1, 1; and.b32 a, a, 0x80008000;"
+            " shr.u32 b, $1, 5; lop3.b32 a, b, 0x01000100, a, 0xea;"
+            " shr.u32 b, $1, 4; lop3.b32 $0, b, 0x00c000c0, a, 0xea; }"
+        )
+    magic = f"shr.u32 t, $1, {4 * slot}; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;"
+    if form == "zero":  # 128 + code
+        return "{ .reg .b32 t; " + magic + " mov.b32 $0, t; }"
+    return (
+        "{ .reg .b32 t, one, c; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc308c308; "
+        + magic
+        + " fma.rn.bf16x2 $0, t, one, c; }"
+    )
+
+
+@gluon.constexpr_function
+def _far_rows(rows, warps):
+    """Return the steps between rows of a thread, and between those of warps: 16 rows a warp."""
+    far = [16 * warps << bit for bit in range((rows // (16 * warps)).bit_length() - 1)]
+    return far, [16 << bit for bit in range(warps.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def _layout_of_values(rows, groups, warps):
+    """Layout of [rows, groups, 16] that, flattened, is that of a left operand in registers."""
+    far, of_warps = _far_rows(rows, warps)
+    held = [[0, 0, 1], [8, 0, 0], [0, 0, 8]]
+    held += [[0, 1 << bit, 0] for bit in range(groups.bit_length() - 1)]
+    held += [[row, 0, 0] for row in far]
+    lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    shape = [rows, groups, 16]
+    return gl.DistributedLinearLayout(held, lanes, [[row, 0, 0] for row in of_warps], [], shape)
+
+
+@gluon.constexpr_function
+def _layout_of_loads(rows, groups, warps):
+    """Layout of [rows, groups] in which each thread has what it needs, groups side by side."""
+    far, of_warps = _far_rows(rows, warps)
+    held = [[0, 1 << bit] for bit in range(groups.bit_length() - 1)] + [[8, 0]]
+    held += [[row, 0] for row in far]
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    of_rows = [[row, 0] for row in of_warps]
+    return gl.DistributedLinearLayout(held, lanes, of_rows, [], [rows, groups])
 
 
 @gluon.jit
-def _values1(words):
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 t, one, c; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc308c308;"
-        " shr.u32 t, $1, 4; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;"
-        " fma.rn.bf16x2 $0, t, one, c; }",
-        "=r,r", args=[words], dtype=gl.bfloat16, is_pure=True, pack=2,
-    )  # fmt: skip
+def _meets(
+    scale, zero, step, rows, groups, N, parts: gl.constexpr, STEP: gl.constexpr,
+    FORM: gl.constexpr,
+):  # fmt: skip
+    """Load what the values of a step meet: scales and zero points, or four tiles of scales."""
+    block = step // parts
+    if FORM == "fp4_16":
+        place = scale + block.to(gl.int64) * (16 * N) + (step % parts * (STEP // 16) + groups)
+        return (
+            gl.load(place), gl.load(place + 4 * N), gl.load(place + 8 * N),
+            gl.load(place + 12 * N),
+        )  # fmt: skip
+    else:
+        place = block.to(gl.int64) * N + rows
+        raw = gl.load(scale + place)
+        zeros = raw
+        if FORM == "zero":
+            zeros = gl.load(zero + place)
+        return raw, zeros, raw, raw
 
 
 @gluon.jit
-def _values2(words):
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 t, one, c; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc308c308;"
-        " shr.u32 t, $1, 8; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;"
-        " fma.rn.bf16x2 $0, t, one, c; }",
-        "=r,r", args=[words], dtype=gl.bfloat16, is_pure=True, pack=2,
-    )  # fmt: skip
+def _values(
+    words, meets, SLOT: gl.constexpr, FORM: gl.constexpr, STEP: gl.constexpr, values: gl.constexpr
+):  # fmt: skip
+    """Unpack a slot of a tile of words into values times scales."""
+    found = gl.inline_asm_elementwise(
+        _text(FORM, SLOT), "=r,r", args=[words], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+    if FORM == "fp4_16":
+        BN: gl.constexpr = words.shape[0]
+        warps: gl.constexpr = gl.num_warps()
+        of_group: gl.constexpr = gl.SliceLayout(2, _layout_of_values(BN, STEP // 16, warps))
+        groups = gl.convert_layout(meets[SLOT], of_group)
+        wide = gl.expand_dims(groups, 2).broadcast_to([BN, STEP // 16, 16])
+        by_column = gl.convert_layout(gl.reshape(wide, [BN, STEP]), values)
+        return found * by_column.to(gl.bfloat16, bitcast=True)
+    else:
+        raw = meets[0]
+        bits = raw << 16 if SLOT < 2 else raw & -65536
+        if FORM == "zero":
+            zero = meets[1] >> (0 if SLOT < 2 else 8) & 63
+            less = (zero.to(gl.int16) | -0x3D00).to(gl.bfloat16, bitcast=True)  # -128 - zero
+            found = found + gl.expand_dims(less, 1)
+        factor = bits.to(gl.float32, bitcast=True).to(gl.bfloat16)
+        return found * gl.expand_dims(factor, 1)
 
 
-@gluon.jit
-def _values3(words):
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 t, one, c; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc308c308;"
-        " shr.u32 t, $1, 12; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;"
-        " fma.rn.bf16x2 $0, t, one, c; }",
-        "=r,r", args=[words], dtype=gl.bfloat16, is_pure=True, pack=2,
-    )  # fmt: skip
+# -- one program ---------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -165,12 +232,12 @@ def _finish(
 
 @gluon.jit(do_not_specialize=["M", "blocks"])
 def overlap_kernel(
-    xd, wd, scale, outer, bias, out, partial, locks,
+    xd, wd, scale, zero, outer, bias, out, partial, locks,
     M, N, blocks,
     BN: gl.constexpr, BM: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr,
-    STAGES: gl.constexpr, TILES: gl.constexpr, SHARED: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, SHARED: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Write out [M, N].
+    """Write out [M, N]; FORM is "int", "zero" or "fp4_16".
 
     Sums [2 * programs, BN, BM] float32 and counters of tiles serve SHARED.
     """
@@ -180,6 +247,7 @@ def overlap_kernel(
     )
     values: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=2)
     of_row: gl.constexpr = gl.SliceLayout(1, values)
+    of_group: gl.constexpr = _layout_of_loads(BN, STEP // 16, warps)
     parts: gl.constexpr = C // STEP
     stored: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, warps], [0, 1])
     tiles_n = (N + BN - 1) // BN
@@ -211,39 +279,43 @@ def overlap_kernel(
             )  # fmt: skip
         rows = gl.minimum(pn * BN + gl.arange(0, BN, layout=of_row), N - 1)
         acc = gl.full([BN, BM], 0.0, gl.float32, layout=sums)
-        raw = gl.load(scale + (first // parts).to(gl.int64) * N + rows)
+        group_rows = gl.arange(0, BN, layout=gl.SliceLayout(1, of_group))
+        group_rows = gl.minimum(pn * BN + group_rows, N - 1)
+        groups = gl.expand_dims(group_rows * 4, 1) + gl.expand_dims(
+            gl.arange(0, STEP // 16, layout=gl.SliceLayout(0, of_group)), 0
+        )
+        m0, m1, m2, m3 = _meets(scale, zero, first, rows, groups, N, parts, STEP, FORM)
         w3 = gl.full([BN, STEP], 0.0, gl.bfloat16, layout=values)
         for step in range(first, stop):
             stage = (turn + step) % STAGES
-            ahead = gl.minimum(step + 1, stop - 1) // parts
-            next_raw = gl.load(scale + ahead.to(gl.int64) * N + rows)
-            s0 = (raw << 16).to(gl.float32, bitcast=True).to(gl.bfloat16)
-            s1 = (raw & -65536).to(gl.float32, bitcast=True).to(gl.bfloat16)
+            ahead = gl.minimum(step + 1, stop - 1)
+            n0, n1, n2, n3 = _meets(scale, zero, ahead, rows, groups, N, parts, STEP, FORM)
+            meets = (m0, m1, m2, m3)
             mbarrier.wait(bars.index(stage), (turn + step) // STAGES & 1)
             words = w_tiles.index(stage).load(values)
-            w0 = _values0(words) * gl.expand_dims(s0, 1)
+            w0 = _values(words, meets, 0, FORM, STEP, values)
             acc, w3 = warpgroup_mma_wait(0, deps=[acc, w3])
             acc = warpgroup_mma(w0, x_tiles.index(stage * 4).permute([1, 0]), acc, is_async=True)
             _fetch(
                 xd, wd, x_tiles, w_tiles, bars, turn, step + STAGES - 1, stop, pn, pm, N,
                 BN, BM, C, STEP, STAGES,
             )  # fmt: skip
-            w1 = _values1(words) * gl.expand_dims(s0, 1)
+            w1 = _values(words, meets, 1, FORM, STEP, values)
             acc = warpgroup_mma(
                 w1, x_tiles.index(stage * 4 + 1).permute([1, 0]), acc, is_async=True
             )
-            w2 = _values2(words) * gl.expand_dims(s1, 1)
+            w2 = _values(words, meets, 2, FORM, STEP, values)
             acc, w0 = warpgroup_mma_wait(1, deps=[acc, w0])
             acc = warpgroup_mma(
                 w2, x_tiles.index(stage * 4 + 2).permute([1, 0]), acc, is_async=True
             )
-            w3 = _values3(words) * gl.expand_dims(s1, 1)
+            w3 = _values(words, meets, 3, FORM, STEP, values)
             acc, w1 = warpgroup_mma_wait(1, deps=[acc, w1])
             acc = warpgroup_mma(
                 w3, x_tiles.index(stage * 4 + 3).permute([1, 0]), acc, is_async=True
             )
             acc, w2 = warpgroup_mma_wait(1, deps=[acc, w2])
-            raw = next_raw
+            m0, m1, m2, m3 = n0, n1, n2, n3
         acc, w3 = warpgroup_mma_wait(0, deps=[acc, w3])
         base += stop - first
         if SHARED:

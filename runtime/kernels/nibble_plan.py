@@ -119,7 +119,7 @@ def _is_served(plan: Plan, weight: NibbleWeight) -> bool:
     """True if the kernel of a plan reads weights of this kind, and inputs of this width."""
     if plan.path in ("decode", "dense"):
         return True
-    if weight.is_folded and plan.path in ("gemv", "overlap"):
+    if weight.is_folded and plan.path == "gemv":
         return False
     is_aligned = weight.columns is not None or weight.features % 8 == 0
     return weight.offset is None and (is_aligned or plan.path not in ("mid", "overlap"))
