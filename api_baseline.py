@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -40,9 +42,9 @@ from quantload.accuracy.baseline_measure import (
 )
 from quantload.accuracy.baseline_model_gates import about_blocks, about_end
 from quantload.accuracy.baseline_sketch import Sketch, read_sketch
+from quantload.accuracy.baseline_tokens import tokens_of
 from quantload.accuracy.baseline_tolerances import Tolerances, widened
 from quantload.accuracy.baseline_verdict import FEWEST_TOKENS, BaselineReport, judge
-from quantload.accuracy.statistics import ids_digest
 from quantload.api_load import parse_device
 from quantload.api_plan import inspect
 from quantload.errors import (
@@ -74,6 +76,7 @@ def write_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = torch.float32,
     overwrite: bool = False,
+    inherit: bool = True,
     progress: Progress | None = None,
 ) -> Baseline:
     """Measure every layer of a checkpoint against its reference and write that to a file.
@@ -85,7 +88,8 @@ def write_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
         reference: The checkpoint that is taken as right, in any format that is read.
         candidate: The checkpoint that the baseline is of.
         file: A JSON file, see `accuracy/baseline.py`.
-        sequences: Token ids to run through both; without any, only weights are measured.
+        sequences: Token ids to run through both; without any, only weights are measured. Empty
+            sequences beside others are left out.
         tolerances: What checks allow; by default those of `Tolerances`, or what repeats need.
         repeats: Runs in other arithmetic that tolerances are measured from, up to 4: the other of
             float32 and bfloat16, other numbers of threads.
@@ -95,19 +99,21 @@ def write_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
         device: Where both run; None takes CUDA where there is one.
         dtype: dtype in which both run.
         overwrite: Replace a file that is there.
+        inherit: What is replaced hands on what is said above; False writes anew whatever is there.
         progress: Draws progress; silent by default.
 
     Raises:
         OutputError: The file is there, or cannot be written.
         NotComparable: The checkpoints are not of one model, or `remade` is of another scheme.
         BaselineError: The file that is to be replaced cannot be read.
-        ConfigError: Repeats are asked for, and there are no tokens to run.
+        ConfigError: Repeats are asked for, and there are no tokens to run; or `sequences` are no
+            lists of token ids.
     """
     place = Path(file)
-    replaced = _replaced(place, overwrite=overwrite)
+    replaced = _replaced(place, overwrite=overwrite, inherit=inherit)
     tokens = None if replaced is None else replaced.tokens
     if sequences is not None:
-        tokens = _tokens(sequences)
+        tokens = tokens_of(sequences)
     check_repeats(repeats, tokens)
     setting = _setting(device, dtype, progress)
     source, opened = inspect(reference), inspect(candidate)
@@ -130,7 +136,7 @@ def write_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
     return made
 
 
-def _replaced(place: Path, *, overwrite: bool) -> Baseline | None:
+def _replaced(place: Path, *, overwrite: bool, inherit: bool) -> Baseline | None:
     if not place.exists():
         return None
     if not overwrite:
@@ -139,7 +145,7 @@ def _replaced(place: Path, *, overwrite: bool) -> Baseline | None:
             hint="`--overwrite` replaces it: what the candidate has lost by then is accepted",
         )
     try:
-        return read_baseline(place)
+        return read_baseline(place) if inherit else None
     except BaselineError as error:
         raise BaselineError(
             error.message,
@@ -296,24 +302,25 @@ def _setting(
     return Setting(parse_device(device), kind, progress or Silent())
 
 
-def _tokens(sequences: Sequence[Sequence[int]]) -> Tokens | None:
-    kept = tuple(tuple(int(number) for number in ids) for ids in sequences if len(ids))
-    if not kept:
-        return None
-    return Tokens(sha256=ids_digest(kept), count=sum(map(len, kept)), ids=kept)
-
-
 def write_text(file: Path, text: str) -> None:
     """Write a file that appears only when it is complete.
+
+    A link stays one: what it leads to is replaced. Pipes and devices are written to.
 
     Raises:
         OutputError: It cannot be written.
     """
-    partial = file.with_name(f".{file.name}.partial")
+    place = Path(os.path.realpath(file))
+    partial = place.parent / f".{place.name}.partial"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        if place.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if file.exists() and not file.is_file():
+            file.write_text(text, encoding="utf-8")  # a folder refuses that
+            return
+        place.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
+        partial.replace(place)
     except OSError as error:
         with suppress(OSError):  # its folder may be a file
             partial.unlink(missing_ok=True)

@@ -24,21 +24,24 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 from quantload.pytest_plugin_summary import NOTE, TEST, USED, summary_lines
+from quantload.pytest_plugin_tokens import Given, check_given, is_text, read_given
 
 if TYPE_CHECKING:
     from quantload.accuracy.baseline_tolerances import Tolerances
     from quantload.accuracy.baseline_verdict import BaselineReport
 
 _FOLDER = "baselines"
-_TEXT_TOKENS = 2048
 _LONGEST_NAME = 160
+# A name, or one with one case of its parameters, which ends it: no other becomes the same file.
+_ONE_CASE = re.compile(r"[^][]*(\[[^][]*\])?")
 _FOUND = pytest.StashKey[dict[Any, Any]]()
 
 
@@ -86,7 +89,7 @@ class QuantloadCheck:
         name: str = "",
         only: str = "*",
         tier: Literal["weights", "layers"] = "layers",
-        tokens: str | Path | Sequence[Sequence[int]] | None = None,
+        tokens: Given | None = None,
         tol_db: float | None = None,
         mean_tol_db: float | None = None,
         tolerances: Mapping[str, Any] | None = None,
@@ -104,7 +107,8 @@ class QuantloadCheck:
             only: Glob of the layers that are looked at.
             tier: "weights" runs nothing, even if the baseline has tokens.
             tokens: What a baseline that is written runs: lists of token ids, a .json file of them,
-                or text (2048 tokens of it). A baseline with others is not comparable.
+                or text (2048 tokens of it; read with the tokenizer of `ref`). A baseline with
+                others is not comparable.
             tol_db: By how many dB a weight's error may grow.
             mean_tol_db: By how many their mean may.
             tolerances: Any of those in the file's head, by name; or such by glob of layers.
@@ -125,31 +129,28 @@ class QuantloadCheck:
             pytest.fail(f'tier is "{tier}", expected "weights" or "layers"')
         own = {"tol_db": tol_db, "mean_tol_db": mean_tol_db, "tolerances": tolerances}
         how = {"run": tier == "layers", "only": only, "device": device, "dtype": dtype}
-        from quantload.errors import QuantloadError
-
-        try:
+        with _told():
             if self._must_write(file):
                 self._write(ref, candidate, file, tokens, device=device, dtype=dtype)
                 return None
             if not file.exists():
                 self._miss(ref, candidate, file, tokens, device=device, dtype=dtype)
             report = self._checked(candidate, ref, file, tokens, own, how)
-        except QuantloadError as error:  # cannot be compared: an error, never a pass
-            pytest.fail(str(error), pytrace=False)
         is_strict = bool(self._config.getini("quantload_strict")) if strict is None else strict
-        self._report(report, file, str(candidate), strict=is_strict)
-        self._judge(report, file, strict=is_strict)
+        problem = self._report(report, file, str(candidate), strict=is_strict)
+        self._judge(report, file, strict=is_strict, problem=problem)
         return report
 
     def baseline_file(self, name: str = "") -> Path:
         """Return where the baseline of this test is kept: no two tests have the same."""
         classes = [n.name for n in self._node.listchain() if isinstance(n, pytest.Class)]
-        parts = [self._node.path.stem, *classes, self._node.name, *([name] if name else [])]
-        whole = ".".join(parts)
+        test = ".".join([self._node.path.stem, *classes, self._node.name])
+        whole = f"{test}.{name}" if name else test
         stem = re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", whole).strip("-")
         usual = whole.replace("[", "-").replace("]", "")
-        if stem != usual or len(stem) > _LONGEST_NAME:
-            digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+        if stem != usual or not _ONE_CASE.fullmatch(whole) or len(stem) > _LONGEST_NAME:
+            told = f"{test}\0{name}" if "]" in name else whole  # else one test's, and one's only
+            digest = hashlib.sha256(told.encode()).hexdigest()[:8]
             stem = f"{stem[:_LONGEST_NAME]}-{digest}"
         return Path(self._node.path).parent / _FOLDER / f"{stem}.json"
 
@@ -168,24 +169,31 @@ class QuantloadCheck:
         ref: str | Path | None,
         candidate: str | Path,
         file: Path,
-        tokens: str | Path | Sequence[Sequence[int]] | None,
+        tokens: Given | None,
         **how: Any,  # noqa: ANN401 - device and dtype
     ) -> None:
         from quantload import api_baseline
 
         if ref is None:
             pytest.fail(f"a baseline is measured against a reference: give `ref`, for {file}")
-        sequences = None if tokens is None else _sequences(tokens, ref)
+        sequences = None if tokens is None else read_given(tokens, ref)
+        lost = _damage(file)
         api_baseline.write_baseline(
-            ref, candidate, file, sequences=sequences, overwrite=True, **how
+            ref, candidate, file, sequences=sequences, overwrite=True, inherit=not lost, **how
         )
+        if lost:
+            self._tell(
+                NOTE,
+                f"{file} was damaged, and is written anew: tokens and tolerances that it had are "
+                f"lost where the test does not give them ({lost})",
+            )
 
     def _miss(
         self,
         ref: str | Path | None,
         candidate: str | Path,
         file: Path,
-        tokens: str | Path | Sequence[Sequence[int]] | None,
+        tokens: Given | None,
         **how: Any,  # noqa: ANN401 - device and dtype
     ) -> None:
         __tracebackhide__ = True
@@ -205,15 +213,15 @@ class QuantloadCheck:
         candidate: str | Path,
         ref: str | Path | None,
         file: Path,
-        tokens: str | Path | Sequence[Sequence[int]] | None,
+        tokens: Given | None,
         own: Mapping[str, Any],
         how: Mapping[str, Any],
     ) -> BaselineReport:
         """Return what a check finds; from this session's cache if nothing is another."""
         from quantload import api_baseline
 
-        if tokens is not None and ref is not None:
-            _check_tokens(file, _sequences(tokens, ref))
+        if tokens is not None and (ref is not None or not is_text(tokens)):
+            check_given(file, read_given(tokens, ref))
         allowed = self._tolerances(file, **own)
         found = self._config.stash.setdefault(_FOUND, {})
         key = (
@@ -251,19 +259,23 @@ class QuantloadCheck:
         found.check_patterns(baseline.layers, file)
         return found
 
-    def _judge(self, report: BaselineReport, file: Path, *, strict: bool) -> None:
+    def _judge(self, report: BaselineReport, file: Path, *, strict: bool, problem: str) -> None:
+        """Fail if a check did, or what `problem` says."""
         __tracebackhide__ = True
         from quantload.cli_baseline_report import failure_text
+        from quantload.errors import counted
 
         for note in report.notes:
             self._tell(NOTE, f"{file}: {note}")
         if report.better and not strict:
             names = ", ".join(verdict.name for verdict in report.better[:5])
-            self._tell(NOTE, f"{file} can be tightened: {len(report.better)} layers ({names})")
-        if report.passed and not (strict and report.better):
-            return
-        text = failure_text(report, accept=self._command("--quantload-update"), strict=strict)
-        pytest.fail(text, pytrace=False)
+            layers = counted(len(report.better), "layer")
+            self._tell(NOTE, f"{file} can be tightened: {layers} ({names})")
+        text = ""
+        if not report.passed or (strict and report.better):
+            text = failure_text(report, accept=self._command("--quantload-update"), strict=strict)
+        if text or problem:
+            pytest.fail("\n".join(filter(None, [text, problem])), pytrace=False)
 
     def _command(self, option: str) -> str:
         """Return the command that runs this test alone, from where pytest was started."""
@@ -271,13 +283,15 @@ class QuantloadCheck:
         path = os.path.relpath(self._node.path, self._config.invocation_params.dir)
         return shlex.join(["pytest", f"{path}{separator}{test}", option])
 
-    def _report(self, report: BaselineReport, file: Path, candidate: str, *, strict: bool) -> None:
+    def _report(self, report: BaselineReport, file: Path, candidate: str, *, strict: bool) -> str:
+        """Write what was measured if that was asked for; say why it cannot be written."""
         folder = self._config.getoption("--quantload-report")
         if not folder or report.now is None:
-            return
+            return ""
         from quantload.accuracy.baseline import baseline_text
         from quantload.accuracy.html_check import check_page
         from quantload.api_baseline import write_text
+        from quantload.errors import OutputError
 
         root = self._config.rootpath
         inside = file.relative_to(root) if file.is_relative_to(root) else Path(file.name)
@@ -288,9 +302,38 @@ class QuantloadCheck:
             accept=self._command("--quantload-update"),
             strict=strict,
         )
-        write_text(Path(folder) / inside.with_suffix(".html"), page)
-        if not report.estimated:  # an estimate is no baseline
-            write_text(Path(folder) / inside, baseline_text(report.now))
+        try:
+            write_text(Path(folder) / inside.with_suffix(".html"), page)
+            if not report.estimated:  # an estimate is no baseline
+                write_text(Path(folder) / inside, baseline_text(report.now))
+        except OutputError as error:
+            return str(error)
+        return ""
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Fail with the message of an error: what cannot be compared is never a pass."""
+    __tracebackhide__ = True
+    from quantload.errors import QuantloadError
+
+    try:
+        yield
+    except QuantloadError as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
+
+
+def _damage(file: Path) -> str:
+    """Say why a baseline cannot be read; "" if it can, or there is none."""
+    from quantload.accuracy.baseline_file import read_baseline
+    from quantload.errors import BaselineError
+
+    try:
+        if file.exists():
+            read_baseline(file)
+    except BaselineError as error:
+        return error.message
+    return ""
 
 
 def _in_ci() -> bool:
@@ -302,38 +345,6 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         pytest.fail(f"ini `quantload_tol_db` is `{text}`, expected a number", pytrace=False)
-
-
-def _sequences(
-    tokens: str | Path | Sequence[Sequence[int]], ref: str | Path
-) -> Sequence[Sequence[int]]:
-    if not isinstance(tokens, (str, Path)):
-        return tokens
-    from quantload.cli_tokens import read_sequences
-
-    def tokenizer() -> Any:  # noqa: ANN401 - of transformers
-        from quantload import api
-
-        return api.load_tokenizer(ref)
-
-    file = Path(tokens)
-    if file.suffix == ".json":
-        return read_sequences(tokenizer=tokenizer, max_tokens=1 << 60, token_ids=file)
-    return read_sequences(tokenizer=tokenizer, max_tokens=_TEXT_TOKENS, data=file)
-
-
-def _check_tokens(file: Path, sequences: Sequence[Sequence[int]]) -> None:
-    from quantload.accuracy.baseline_file import read_baseline
-    from quantload.accuracy.statistics import ids_digest
-    from quantload.errors import NotComparable
-
-    kept, given = read_baseline(file).tokens, ids_digest(sequences)
-    if kept is None or kept.sha256 != given:
-        has = "no tokens" if kept is None else f"tokens of sha256 `{kept.sha256}`"
-        raise NotComparable(
-            f"the baseline `{file}` has {has}, the test gives those of `{given}`",
-            hint="other tokens are a new baseline: write it again",
-        )
 
 
 def _signature(place: str | Path) -> tuple[Any, ...]:

@@ -80,7 +80,7 @@ def _unused(ran: Iterable[str], passed: set[str], used: set[str]) -> Iterator[Pa
 
 
 def _is_of(file: Path, test: Path) -> bool:
-    return file.stem == test.name or file.stem.startswith(f"{test.name}.")
+    return file.stem == test.name or file.stem.startswith((f"{test.name}.", f"{test.name}-."))
 
 
 def _is_baseline(file: Path) -> bool:

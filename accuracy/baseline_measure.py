@@ -25,7 +25,7 @@ from quantload.accuracy.baseline_repeats import repeats_of
 from quantload.accuracy.baseline_sketch import SKETCH_SUFFIX
 from quantload.accuracy.baseline_tolerances import Repeats
 from quantload.accuracy.baseline_verdict import change_db
-from quantload.errors import ConfigError, NotComparable, counted
+from quantload.errors import ConfigError, NotComparable, OutputError, counted
 from quantload.loader.source import Source
 from quantload.progress import Progress
 
@@ -237,7 +237,10 @@ def kept_sketch(how: Measuring, made: Baseline, file: Path) -> KeptSketch:
     """
     assert how.collects is not None, "a sketch was collected"
     place = file.with_name(file.name.removesuffix(".json") + SKETCH_SUFFIX)
-    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write `{place}`: {error.strerror or error}") from error
     off = [
         change_db(made.layers[name].weight, estimate) ** 2
         for name, estimate in how.estimates.items()

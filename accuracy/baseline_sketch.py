@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -78,11 +79,12 @@ class Sketch:
         return 0.0 if relative < _FLOOR else relative
 
     def write(self, file: Path) -> str:
-        """Write the sketch, replacing the file; returns the sha256 of its bytes.
+        """Write the sketch, replacing the file, or what a link leads to; returns its sha256.
 
         Raises:
             OutputError: It cannot be written.
         """
+        file = Path(os.path.realpath(file))
         names = sorted(self.parts)
         tensors = {f"sketch.{name}": self.parts[name] for name in names}
         tensors["norms"] = torch.tensor([self.norms[name] for name in names], dtype=torch.float64)

@@ -63,7 +63,7 @@ def write_tensors(
         check_free(file, overwrite=overwrite)
         growing.replace(file)
     except OSError as error:
-        raise output_error(error, file) from error
+        raise output_error(error, file, continues=False) from error
     finally:
         growing.unlink(missing_ok=True)
 

@@ -317,13 +317,18 @@ def _is_complete(folder: Path) -> bool:
     return bool(folder.name) and (unfinished_name(folder) / "finished").exists()
 
 
-def output_error(error: OSError, folder: Path, more: str = "") -> OutputError:
-    """Return the error of a failed write to `folder`."""
+def output_error(
+    error: OSError, folder: Path, more: str = "", *, continues: bool = True
+) -> OutputError:
+    """Return the error of a failed write to `folder`; `continues`: what is there is used again."""
     if isinstance(error, OutputError):
         return error
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    hint = "make room and run the same command again: it continues" if is_full else ""
-    return OutputError(f"cannot write `{folder}`: {error.strerror or error}{more}", hint=hint)
+    again = "make room and run the same command again"
+    hint = f"{again}: it continues" if continues else again
+    return OutputError(
+        f"cannot write `{folder}`: {error.strerror or error}{more}", hint=hint if is_full else ""
+    )
 
 
 def _sync(folder: Path) -> None:

@@ -40,6 +40,7 @@ COMMAND_LINE = {  # one part, in several files
         "cli_baseline_report",
         "pytest_plugin",
         "pytest_plugin_summary",
+        "pytest_plugin_tokens",
         "cli_doctor",
         "cli_explain",
         "cli_model",

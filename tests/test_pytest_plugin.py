@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import tiny_checkpoints as tiny
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from quantload import api, api_baseline
 from quantload.accuracy.baseline_file import read_baseline
+from quantload.pytest_plugin import QuantloadCheck
 
 DOWN = "model.layers.1.mlp.down_proj"
 
@@ -168,7 +171,7 @@ def test_names_notes_and_what_a_session_finds_once(checkpoints, tmp_path):
     code, text = run(tmp_path)
     assert code == 1
     assert text.count("PASSED test_it.py::") == 6
-    assert "test_better.json can be tightened: 1 layers (model.layers.1.mlp.down_proj)" in text
+    assert "test_better.json can be tightened: 1 layer (model.layers.1.mlp.down_proj)" in text
     assert "FAILED better than the baseline, which can be tightened" in text
     assert 'tier is "blocks", expected' in text
     unused = {line.split()[0] for line in text.splitlines() if "is used by no test" in line}
@@ -235,6 +238,125 @@ def test_tokens_and_tolerances(checkpoints, tmp_path):
     assert run(tmp_path, "--quantload-update", "-k", "ids or others")[0] == 0
     assert read_baseline(file).tokens.count == 10
     assert read_baseline(file.with_name("test_it.test_others.json")).tokens.count == 3
+
+
+class _Node(types.SimpleNamespace):
+    """What the plugin asks of a test: its name, its file, and its class."""
+
+    def listchain(self):
+        return []
+
+
+def baseline_file_of(test, name="", module="test_it"):
+    node = _Node(name=test, path=Path(f"/t/{module}.py"), user_properties=[])
+    request = types.SimpleNamespace(config=None, node=node)
+    return QuantloadCheck(request).baseline_file(name)
+
+
+ODD_IDS = ["a[b", "a-b", "a]", "a", "a][b", "[a]", "a.b", "a/b", "A-b]", "-a", "a-", "", "..", "ü"]
+
+
+def test_no_two_tests_have_one_baseline():
+    tests = [(f"test_p[{one}]", name) for one in ODD_IDS for name in ("", "b", "b]", "-b", "5")]
+    tests += [("test_p", name) for name in ("", "a", "a-b", "p-a")]
+    files = {baseline_file_of(*test) for test in tests}
+    assert len(files) == len(tests)
+    assert baseline_file_of("test_p[a-b]").name == "test_it.test_p-a-b.json"
+    assert baseline_file_of("test_p[0.5]").name == "test_it.test_p-0.5.json"
+    assert baseline_file_of("test_p", "w8").name == "test_it.test_p.w8.json"
+
+
+TOKENS = """
+import torch
+from pathlib import Path
+CALL = dict(ref={source!r}, device="cpu")
+def test_empty(quantload_check):
+    quantload_check({output!r}, tokens=[[1, 2, 3], [], [4, 5]], **CALL)
+def test_tensor(quantload_check):
+    quantload_check({output!r}, tokens=torch.tensor([[1, 2, 3], [4, 5, 6]]), **CALL)
+def test_flat(quantload_check):
+    quantload_check({output!r}, tokens=[1, 2, 3], **CALL)
+def test_floats(quantload_check):
+    quantload_check({output!r}, tokens=[[1.7, 2.2]], **CALL)
+def test_none_in_it(quantload_check):
+    quantload_check({output!r}, tokens=[[]], **CALL)
+def test_unknown_id(quantload_check):
+    quantload_check({output!r}, tokens=[[1, 2, 5000]], **CALL)
+def test_without_ref(quantload_check):
+    quantload_check({output!r}, tokens=[[9, 9, 9]])
+"""
+
+
+def test_tokens_that_are_none_are_refused(checkpoints, tmp_path):
+    source, output, _ = checkpoints
+    (tmp_path / "test_it.py").write_text(TOKENS.format(source=source, output=output))
+    api_baseline.write_baseline(
+        source,
+        output,
+        tmp_path / "baselines" / "test_it.test_without_ref.json",
+        sequences=[[1, 2]],
+        device="cpu",
+    )
+    code, text = run(tmp_path, "--quantload-update-new")
+    for name in ("empty", "tensor"):
+        assert f"PASSED test_it.py::test_{name}" in text
+    for name in ("flat", "floats", "none_in_it", "unknown_id", "without_ref"):
+        assert f"FAILED test_it.py::test_{name}" in text
+    assert "sequence 0 is `1`, expected a list of token ids" in text
+    assert "sequence 0 holds `1.7`, expected token ids" in text
+    assert "there are no tokens in what was given" in text
+    assert "has tokens of sha256" in text  # checked though there is no reference
+    assert code == 1
+    assert "Traceback" not in text
+    assert "another exception occurred" not in text
+    assert {file.stem for file in (tmp_path / "baselines").iterdir()} == {
+        f"test_it.test_{name}" for name in ("empty", "tensor", "without_ref")
+    }
+    code, text = run(tmp_path, "-k", "empty or tensor")
+    assert code == 0, text
+
+
+def test_an_update_replaces_what_is_damaged(checkpoints, tmp_path):
+    source, output, _ = checkpoints
+    write_tests(tmp_path, it=f"quantload_check({output!r}, ref={source!r})")
+    file = tmp_path / "baselines" / "test_it.test_it.json"
+    file.parent.mkdir()
+    file.write_text("<<<<<<< ours\n{}\n=======\n>>>>>>> theirs\n")
+    code, text = run(tmp_path)
+    assert code == 1
+    assert "cannot read the baseline" in text
+    assert text.count("Expecting value") < 4  # it is told once, and in pytest's summaries
+    assert "another exception occurred" not in text
+    code, text = run(tmp_path, "--quantload-update")
+    assert code == 0, text
+    assert "test_it.test_it.json was damaged, and is written anew: tokens and tolerances" in text
+    assert read_baseline(file).layers
+    damaged = file.read_text().replace('"weight_db": 0.02', '"weight_db": x')
+    file.write_text(damaged)
+    broken = "quantload_check('/nowhere', ref='/nowhere')"
+    write_tests(tmp_path, it=broken)
+    assert run(tmp_path, "--quantload-update")[0] == 1
+    assert file.read_text() == damaged  # nothing took its place
+
+
+def test_reports_that_cannot_be_written_fail_beside_the_verdict(checkpoints, tmp_path):
+    source, output, broken = checkpoints
+    write_tests(
+        tmp_path,
+        same=f"quantload_check({output!r}, ref={source!r})",
+        broken=f"quantload_check({broken!r}, ref={source!r})",
+    )
+    for name in ("same", "broken"):
+        file = tmp_path / "baselines" / f"test_it.test_{name}.json"
+        api_baseline.write_baseline(source, output, file)
+    (tmp_path / "taken").write_text("a file")
+    code, text = run(tmp_path, "--quantload-report", "taken/report")
+    assert code == 1
+    assert text.count("FAILED test_it.py::") == 2
+    assert "cannot write `taken/report/baselines/test_it.test_same.html`" in text
+    assert f"  {DOWN}: " in text
+    assert "Traceback" not in text
+    assert "OutputError" not in text
 
 
 def test_import_is_light():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import tiny_checkpoints as tiny
@@ -13,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from quantload import api, api_baseline
 from quantload.accuracy.baseline import content_digest
 from quantload.accuracy.baseline_file import read_baseline
-from quantload.errors import BaselineError, NotComparable
+from quantload.accuracy.baseline_sketch import Sketch, read_sketch
+from quantload.errors import BaselineError, NotComparable, OutputError
 from quantload.loader.plan_options import PlanOptions
 from quantload.loader.stats import InputStatistics
 
@@ -249,3 +253,44 @@ def test_a_file_that_is_nested_too_deep(tmp_path):
     (tmp_path / "bad.json").write_text("[" * 100_000)
     with pytest.raises(BaselineError, match="nested too deep"):
         read_baseline(tmp_path / "bad.json")
+
+
+def test_links_pipes_and_folders_are_written_as_what_they_are(tmp_path):
+    target, link = tmp_path / "there" / "b.json", tmp_path / "link.json"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for text in ("one", "two"):  # it leads to nothing at first
+        api_baseline.write_text(link, text)
+        assert link.is_symlink()
+        assert target.read_text() == text
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    api_baseline.write_text(tmp_path / "pipe", "three")
+    assert os.read(reader, 100) == b"three"
+    os.close(reader)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for bad in (tmp_path, Path(), Path(".."), link / "x.json", loop):
+        with pytest.raises(OutputError, match="cannot write"):
+            api_baseline.write_text(bad, "four")
+    assert {file.name for file in tmp_path.iterdir()} == {"there", "link.json", "pipe", "loop"}
+    assert [file.name for file in target.parent.iterdir()] == ["b.json"]
+
+
+def test_sketches_are_written_through_links_and_a_full_disk_is_no_half_work(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "x.safetensors"
+    link.symlink_to(tmp_path / "there" / "x.safetensors")
+    sketch = Sketch()
+    sketch.add("layer", torch.ones(4, 4))
+    digest = sketch.write(link)
+    assert link.is_symlink()
+    assert read_sketch(link, digest).parts["layer"].shape == (4, 4)
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError) as caught:
+        sketch.write(link)
+    assert str(caught.value).endswith("hint: make room and run the same command again")
