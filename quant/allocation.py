@@ -1,18 +1,25 @@
 """Which scheme each group of layers gets under a budget of bits: a knapsack with several choices.
 
 Every group has options, each with its size and what it costs in accuracy; the sum of costs shall be
-small and the sum of sizes at most the budget. Each group's options on the lower convex hull are
-climbed in order of accuracy gained a bit, over all groups, while they fit (the Lagrangian solution,
-optimal for the sizes at which it stops exactly); what is left of the budget is then spent on the
-single best changes that fit. Ties go by name, so that equal inputs give equal results.
+small and the sum of sizes at most the budget. Dynamic programming finds the best mix; where sizes
+have no large common divisor they are rounded up for it, so that another one is tried beside it:
+each group's options on the lower convex hull are climbed in order of accuracy gained a bit, over
+all groups, while they fit (the Lagrangian solution), and what is left of the budget is spent on the
+single best changes that fit. Equal inputs give equal results.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from quantload.errors import ConfigError
+
+_UNITS = 1 << 16  # into which dynamic programming cuts the bits to be shared out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +64,8 @@ def allocate(groups: Mapping[str, Sequence[Option]], budget: float) -> dict[str,
         if level[name] == number - 1 and more <= left:
             level[name], left = number, left - more
     chosen = {name: hulls[name][number] for name, number in level.items()}
-    return _spend(chosen, groups, left)
+    found = (_spend(chosen, groups, left), _optimum(groups, budget))
+    return min(found, key=lambda mix: sum(option.cost for option in mix.values()))
 
 
 def budget_curve(groups: Mapping[str, Sequence[Option]]) -> list[tuple[float, float]]:
@@ -124,6 +132,34 @@ def _spend(
         _, name, option = min(changes, key=lambda change: (change[0], change[1], change[2].scheme))
         left -= option.bits - chosen[name].bits
         chosen[name] = option
+
+
+def _optimum(groups: Mapping[str, Sequence[Option]], budget: float) -> dict[str, Option]:
+    """Solve the multiple-choice knapsack by dynamic programming over bits above the smallest.
+
+    Exact where the sizes have a common divisor of 1/65,536 of what is to be shared out or more;
+    else sizes are rounded up to that.
+    """
+    ordered = {n: sorted(options, key=lambda o: (o.bits, o.cost)) for n, options in groups.items()}
+    extra = {n: [math.ceil(o.bits - held[0].bits) for o in held] for n, held in ordered.items()}
+    free = math.floor(budget - sum(held[0].bits for held in ordered.values()))
+    free = min(free, sum(sizes[-1] for sizes in extra.values()))
+    unit = max(math.gcd(*(size for sizes in extra.values() for size in sizes)), free // _UNITS, 1)
+    least = torch.zeros(free // unit + 1, dtype=torch.float64)  # cost of what takes [u] units
+    taken: dict[str, Tensor] = {}
+    for name, options in ordered.items():
+        costs = torch.full((len(options), len(least)), math.inf, dtype=torch.float64)
+        for number, option in enumerate(options):
+            units = -(-extra[name][number] // unit)
+            if units < len(least):
+                costs[number, units:] = least[: len(least) - units] + option.cost
+        least, taken[name] = costs.min(dim=0)
+    left, chosen = len(least) - 1, {}
+    for name in reversed(ordered):
+        number = int(taken[name][left])
+        chosen[name] = ordered[name][number]
+        left -= -(-extra[name][number] // unit)
+    return {name: chosen[name] for name in groups}
 
 
 __all__ = ["Option", "allocate", "budget_curve"]
