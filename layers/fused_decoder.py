@@ -31,6 +31,7 @@ from quantload.layers.fused_layer import Flow, FusedLayer, OwnMlp
 from quantload.layers.fused_proof import Given, cache_argument, kept_by, proven
 from quantload.layers.fused_recognition import Unfit, listened_to, take_apart
 from quantload.layers.fused_recording import Call, Recording, decoder_layers, recording
+from quantload.layers.fused_row import SingleRow, proven_rows, single_row
 from quantload.layers.meta_model import output_head
 from quantload.runtime.step_model import CacheScales, StepCache
 
@@ -38,6 +39,7 @@ _PROMPT_TOKENS = 1 << 14  # of prompts that run together
 _TRIED = 4  # tokens of the recorded forward
 _PLACES = (5, 70)  # positions at which layers are tried
 _TABLE = 80
+_SINGLE_DTYPE = torch.bfloat16  # of the kernels for a single row
 
 
 class FusedDecoder:
@@ -50,6 +52,9 @@ class FusedDecoder:
         rotary: What makes the tables of each layer.
         dtype: Of activations.
         vocab_size: V.
+
+    `why_no_single` says why steps of a single row run as those of more rows do, "" if they have
+    kernels of their own.
     """
 
     def __init__(
@@ -66,6 +71,21 @@ class FusedDecoder:
         self.device = ends.norm.weight.device
         self.why_not_captured = _why_not_captured(layers, self.device, dtype)
         self.captures_prompts = True
+        self._single, self.why_no_single = self._made_single()
+
+    def _made_single(self) -> tuple[SingleRow | None, str]:
+        """Return what runs a single row with fewer kernels, or why nothing does."""
+        if self.dtype != _SINGLE_DTYPE:
+            return None, f"activations are {self.dtype}, expected {_SINGLE_DTYPE}"
+        found = single_row(self._layers, self._ends)
+        if isinstance(found, str):
+            return None, found
+        made = {id(rotary): rotary.whole(_TABLE, self.device) for rotary in self._rotary}
+        try:
+            reason = proven_rows(found, self._layers, [made[id(r)] for r in self._rotary])
+        except Exception as error:  # noqa: BLE001 - the other way is always there
+            reason = f"it could not be tried: {type(error).__name__}: {error}"
+        return (None, reason) if reason else (found, "")
 
     def new_cache(
         self,
@@ -141,6 +161,8 @@ class FusedDecoder:
         """Run one token of each row; see `StepModel`."""
         assert isinstance(cache, FusedCache), f"a cache of another model: {type(cache).__name__}"
         with torch.no_grad():
+            if self._single is not None and len(tokens) == 1:
+                return self._single.step(tokens, positions, cache.layers)
             flow = Flow(self._ends.begin(tokens))
             for layer, kept in zip(self._layers, cache.layers, strict=True):
                 flow = layer.step(flow, positions, kept)
