@@ -269,6 +269,7 @@ def test_active_bits_want_experts(source):
 
 def test_where_effects_do_not_add_up_the_mix_is_scored_again(source, monkeypatch):
     kwargs = {"bits": 6.5, "schemes": (*SCHEMES, "keep"), "sequences": SEQUENCES, "device": "cpu"}
+    monkeypatch.setattr("quantload.api_allocate.ADDITIVE", (0.0, math.inf))
     plain = allocate_schemes(source, **kwargs)
     monkeypatch.setattr("quantload.api_allocate.ADDITIVE", (0.0, 0.0))
     found = allocate_schemes(source, **kwargs)
