@@ -17,7 +17,6 @@ from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.checksum import WORD
 from quantload.loader.encoded_rows import encoded_rows
 from quantload.loader.output_files import OutputTensor
-from quantload.loader.page_locked import Ring
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.portion import Span
 from quantload.loader.row_reader import CHUNK_BYTES
@@ -39,9 +38,6 @@ class TaskRunner:
     files: OutputFiles
     _checksum: int = 0
     _num_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        self._copies = Ring(self.weights.reader.device)
 
     @property
     def plan(self) -> Plan:
@@ -92,9 +88,11 @@ class TaskRunner:
     ) -> None:
         """Copy a span of an output, or all, which is what lies from a byte of a tensor on."""
         done, stop = span or (0, output.num_bytes)
+        reader = self.weights.reader
+        most = CHUNK_BYTES if reader.device.type == "cpu" else reader.bounce.piece_bytes
         while done < stop:
-            many = min(CHUNK_BYTES, stop - done)
-            piece = self.weights.reader.read(entry, first + done, many)
+            many = min(most, stop - done)
+            piece = reader.read(entry, first + done, many)
             self._checksum += self.files.write_bytes(output.name, piece.numpy().data, start=done)
             self._num_bytes += many
             done += many
@@ -112,7 +110,9 @@ class TaskRunner:
             self._write(output.name, rows, first_row=start)
 
     def _write(self, name: str, tensor: Tensor, *, first_row: int = 0) -> None:
-        self._checksum += self.files.write(name, tensor, first_row=first_row, copies=self._copies)
+        self._checksum += self.files.write(
+            name, tensor, first_row=first_row, bounce=self.weights.reader.bounce
+        )
         self._num_bytes += tensor.nbytes
 
     # -- weights that are quantized ------------------------------------------------------------

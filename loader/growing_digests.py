@@ -16,7 +16,9 @@ from quantload.errors import OutputError
 from quantload.loader.output_files import OutputFile
 from quantload.loader.writer import OutputFiles
 
-_PIECE = 1 << 22  # hashed in some milliseconds: much longer than a thread waits for its turn
+PIECE_BYTES = (
+    1 << 23
+)  # of each thread; hashed in some milliseconds: much longer than a thread waits for its turn
 
 
 _of_thread = threading.local()
@@ -26,7 +28,7 @@ def _memory() -> memoryview:
     """Return the piece of memory of a thread: jobs are many and short."""
     found = getattr(_of_thread, "memory", None)
     if found is None:
-        _of_thread.memory = found = memoryview(bytearray(_PIECE))
+        _of_thread.memory = found = memoryview(bytearray(PIECE_BYTES))
     return found
 
 
@@ -123,7 +125,7 @@ class _Growing:
         with self._files.opened(self.file.name) as descriptor:
             while True:
                 with self._lock:
-                    many = min(_PIECE, self._ready - self._hashed)
+                    many = min(PIECE_BYTES, self._ready - self._hashed)
                     if not many:
                         self._is_claimed = False
                         return

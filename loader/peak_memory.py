@@ -5,14 +5,14 @@ from __future__ import annotations
 import resource
 import sys
 
-from quantload.loader.page_locked import RING_BYTES
+from quantload.loader import growing_digests, page_locked
 from quantload.loader.plan import Plan
 from quantload.loader.source_view import ViewReader
 from quantload.loader.tasks import tasks_of
 from quantload.loader.workers import Resources, most_at_a_time
 
-# What libraries load when they are first used, digests of files, and what allocators keep of what
-# was freed: 40 to 70 MB were measured.
+# What libraries load when they are first used, and what allocators keep of what was freed: 40 to
+# 70 MB were measured.
 _BESIDE = 1 << 26
 
 
@@ -26,8 +26,9 @@ def peak_memory(plan: Plan, resources: Resources) -> int:
     needs = [task.working_bytes for task in tasks_of(plan)]
     threads = resources.threads()
     at_a_time = most_at_a_time(needs, threads=threads, memory=resources.memory)
-    if resources.device.type != "cpu":  # one way and back
-        at_a_time += 2 * threads * RING_BYTES
+    at_a_time += min(threads, len(plan.files)) * growing_digests.PIECE_BYTES
+    if resources.device.type != "cpu":
+        at_a_time += threads * page_locked.PIECE_BYTES
     return beside_tasks(plan) + at_a_time
 
 

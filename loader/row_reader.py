@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantload.errors import CheckpointError
 from quantload.loader.checkpoint import TensorEntry, file_ends
-from quantload.loader.page_locked import Ring
+from quantload.loader.page_locked import BounceBuffer
 from quantload.loader.plan_row import SourceRegion
 from quantload.loader.source import FLOAT_DTYPES, Source, SourceWeight
 
@@ -31,6 +31,9 @@ class RowReader:
         device: Where rows are needed. For a GPU they are read through page-locked buffers, and
             chunks are larger.
         chunk_bytes: Bytes of a weight that are in work at a time; None is what serves the device.
+
+    Attributes:
+        bounce: Its buffer between files and a GPU; who has the thread may use it between reads.
     """
 
     def __init__(self, device: torch.device, *, chunk_bytes: int | None = None) -> None:
@@ -38,7 +41,7 @@ class RowReader:
         default = CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
         self.chunk_bytes = default if chunk_bytes is None else chunk_bytes
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._ring = Ring(device)
+        self.bounce = BounceBuffer(device)
         self._open: dict[Path, int] = {}
 
     def close(self) -> None:
@@ -80,7 +83,7 @@ class RowReader:
             raw = self.read(entry, first, num_bytes)
         else:
             raw = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            self._ring.fill(raw, lambda data, at: self.fill(entry, first + at, data))
+            self.bounce.fill(raw, lambda data, at: self.fill(entry, first + at, data))
         floats = raw.view(entry.dtype)
         return floats.as_strided((stop - start, region.columns), (region.row_stride, 1))
 
@@ -92,9 +95,12 @@ class RowReader:
         Raises:
             CheckpointError: See `fill`.
         """
-        if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        piece = self._buffer[:num_bytes]
+        if self.device.type != "cpu" and num_bytes <= self.bounce.piece_bytes:
+            piece = self.bounce.free().memory[:num_bytes]
+        else:
+            if self._buffer.numel() < num_bytes:
+                self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            piece = self._buffer[:num_bytes]
         self.fill(entry, start, piece.numpy().data)
         return piece
 

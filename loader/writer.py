@@ -19,7 +19,7 @@ from quantload.errors import OutputError
 from quantload.loader.checksum import WORD, sum_of_words
 from quantload.loader.open import INDEX
 from quantload.loader.output_files import OutputFile, OutputTensor
-from quantload.loader.page_locked import Ring
+from quantload.loader.page_locked import BounceBuffer
 from quantload.loader.staging import output_error
 
 _PIECE = 1 << 22  # bytes that are read at a time to compute a checksum
@@ -106,7 +106,7 @@ class OutputFiles:
             )
 
     def write(
-        self, name: str, tensor: Tensor, *, first_row: int = 0, copies: Ring | None = None
+        self, name: str, tensor: Tensor, *, first_row: int = 0, bounce: BounceBuffer | None = None
     ) -> int:
         """Write a tensor, or some of its rows, to its place.
 
@@ -114,7 +114,7 @@ class OutputFiles:
             name: Name in the output; must be in the plan.
             tensor: Must have the planned dtype and, but for the number of rows, shape.
             first_row: Row of the whole tensor at which it begins.
-            copies: Buffers for a tensor that is not on the CPU; None makes some.
+            bounce: Buffer for a tensor that is not on the CPU; None makes one.
 
         Returns:
             The checksum of what was written.
@@ -129,7 +129,7 @@ class OutputFiles:
         start = first_row * (planned.num_bytes // planned.shape[0]) if first_row else 0
         if data.device.type == "cpu":
             return self.write_bytes(name, data.numpy().data, start=start)
-        pieces = (copies or Ring(data.device)).pieces_of(data)
+        pieces = (bounce or BounceBuffer(data.device)).pieces_of(data)
         return sum(self.write_bytes(name, piece, start=start + at) for at, piece in pieces) & WORD
 
     def write_bytes(self, name: str, data: memoryview, *, start: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantload.loader.page_locked import PIECE_BYTES, Buffer, Ring, own_stream
+from quantload.loader.page_locked import PIECE_BYTES, BounceBuffer, Buffer, own_stream
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = [0, 1, 8, 9, 16, 17, 40]
@@ -18,7 +18,7 @@ def some_bytes(count: int) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_tensor_is_read_in_pieces(device, size):
-    ring, stored = Ring(torch.device(device), piece_bytes=8), some_bytes(size)
+    bounce, stored = BounceBuffer(torch.device(device), piece_bytes=8), some_bytes(size)
     reads = []
 
     def read(memory: memoryview, at: int) -> None:
@@ -26,7 +26,7 @@ def test_a_tensor_is_read_in_pieces(device, size):
         memory[:] = stored[at : at + len(memory)].numpy().data
 
     place = torch.zeros(size, dtype=torch.uint8, device=device)
-    ring.fill(place, read)
+    bounce.fill(place, read)
     assert torch.equal(place.cpu(), stored)
     assert reads == [(at, min(8, size - at)) for at in range(0, size, 8)]
 
@@ -34,12 +34,12 @@ def test_a_tensor_is_read_in_pieces(device, size):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_tensor_is_taken_in_pieces(device, size):
-    ring, stored = Ring(torch.device(device), piece_bytes=8), some_bytes(size)
+    bounce, stored = BounceBuffer(torch.device(device), piece_bytes=8), some_bytes(size)
     found = bytearray(size)
-    for at, piece in ring.pieces_of(stored.to(device)):
+    for at, piece in bounce.pieces_of(stored.to(device)):
         found[at : at + len(piece)] = piece
     assert bytes(found) == bytes(stored.tolist())
-    assert bytes(found) == b"".join(bytes(p) for _, p in ring.pieces_of(stored.to(device)))
+    assert bytes(found) == b"".join(bytes(p) for _, p in bounce.pieces_of(stored.to(device)))
 
 
 @pytest.mark.gpu
@@ -51,15 +51,15 @@ def test_threads_with_streams_of_their_own_do_not_mix():
 
     def work(number: int) -> bool:
         with own_stream(device):
-            ins, outs = Ring(device), Ring(device)
+            bounce = BounceBuffer(device)
             generator = torch.Generator().manual_seed(number)
             for _ in range(8):
-                size = 3 * PIECE_BYTES + number
+                size = PIECE_BYTES + PIECE_BYTES // 2 + number
                 stored = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
                 place = torch.empty(size, dtype=torch.uint8, device=device)
-                ins.fill(place, lambda view, at, s=stored: _put(view, s, at))
+                bounce.fill(place, lambda view, at, s=stored: _put(view, s, at))
                 expected = (stored ^ number).numpy().data
-                for at, piece in outs.pieces_of(place ^ number):
+                for at, piece in bounce.pieces_of(place ^ number):
                     if piece != expected[at : at + len(piece)]:
                         return False
         return True
