@@ -242,6 +242,8 @@ def _wide_candidates(m: int, *, floats: bool, group: int) -> Iterator[Settings]:
             continue
         for band in (4, 16):
             yield {"wide": 1, "bn": bn, "stages": stages, "band": band, "registers": 208}
+        # steps of all tiles shared out evenly: no last round of tiles
+        yield {"wide": 1, "bn": bn, "stages": stages, "band": 4, "registers": 208, "shared": 1}
     if group:
         yield _tile(128, 128, 128, 4, exact=1, swap=0, warps=8, band=8)
         return

@@ -141,6 +141,32 @@ def test_products_are_those_of_float64(name, dtype, kernel_device) -> None:
         check(y, exact, size, sums=sums)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["int8-channel", "int8-channel-zeros", "e4m3-channel", "e4m3-block"]
+)
+@pytest.mark.parametrize("rows", [64, 128])
+def test_programs_that_share_out_the_steps_of_tiles(name, rows) -> None:
+    from quantload.runtime.launch_settings import trying
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs sm_90")
+    case, device = CASES[name], torch.device("cuda")
+    family = {"int8": "rounded int8", "e4m3": "rounded e4m3"}[case.grid.name]
+    family += f" g{case.input.group_size}" if case.input.group_size else ""
+    settings = {"wide": 1, "bn": rows, "stages": 4, "band": 4, "registers": 208, "shared": 1}
+    for m, n, k in [(200, 1000, 1040), (70, 136, 4096), (300, 4104, 528)]:
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(BF16)
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(BF16)
+        weight = make_weight(case, n, k)
+        with trying(family, settings):
+            y, exact, size = product(case, x, weight, bias, device)
+            again, _, _ = product(case, x, weight, bias, device)
+        sums = 2.0**-22 if case.grid is INT8 else 2.0**-10
+        check(y, exact, size, sums=sums)
+        assert torch.equal(y, again)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy
 def test_what_is_not_finite_stays_in_its_token(kernel_device) -> None:
     from quantload.runtime.kernels.rounded import pack, rounded_linear
