@@ -12,7 +12,7 @@ encoding is a scheme, not a file format: the same codes in another packing are t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ from quantload.accuracy.compare_weights import (
 from quantload.accuracy.value_digest import value_digest
 from quantload.errors import BaselineError, NotComparable
 from quantload.loader.checkpoint import files_kept_open
-from quantload.loader.experts import apart_as_in
+from quantload.loader.experts import apart_as_in, split_experts
 from quantload.loader.source import Source, SourceWeight
 from quantload.progress import Progress
 from quantload.quant.qtensor import QuantTensor
@@ -91,11 +91,12 @@ def measured_layers(
             that of the baseline, or a layer has changed and nothing says what the reference has.
         BaselineError: A number is not finite.
     """
+    how = how or Measuring()
+    candidate = _in_form_of(candidate, how.known)
     if reference is not None:
-        reference = apart_as_in(reference, candidate)
+        reference = apart_as_in(_in_form_of(reference, how.known), candidate)
         candidate = apart_as_in(candidate, reference)
         check_one_model(reference, candidate)
-    how = how or Measuring()
     found: dict[str, LayerBaseline] = {}
     progress.start("layers", total=len(candidate.weights), unit="layers")
     for item in _items(candidate, how.only):
@@ -103,6 +104,16 @@ def measured_layers(
         progress.advance(1 if item.weight is not None else 0, note=item.name)
     progress.finish()
     return found
+
+
+def _in_form_of(source: Source, known: Container[str]) -> Source:
+    """Return a checkpoint with its experts one by one, unless a baseline has them in one tensor.
+
+    New baselines have them one by one, as outputs are measured; whichever way files hold them.
+    """
+    apart = split_experts(source, unserved=True)
+    joined = {name.removesuffix(".weight") for name in apart.parameter_of.values()}
+    return source if any(name in known for name in joined) else apart.source
 
 
 @dataclass(frozen=True)
