@@ -105,8 +105,8 @@ class SingleRow:
         assert layer.before_heads is not None, "refused"
         assert layer.before_mlp is not None, "refused"
         if isinstance(stream, Tensor):
-            hidden, x = add_norm(stream, None, layer.before_heads, codes=_scheme(row.heads))
-            qkv = product(row.heads.weight, x, row.heads.bias)
+            hidden, rows = add_norm(stream, None, layer.before_heads, codes=_scheme(row.heads))
+            qkv = product(row.heads.weight, rows, row.heads.bias)
         else:
             assert stream.hidden is not None, "a layer adds to the stream"
             hidden = stream.hidden
@@ -289,13 +289,12 @@ def _difference(
     with torch.no_grad():
         flow = layer.step(Flow(x), places, kept)
         expected = add_norm(flow.hidden, flow.delta, None, post=flow.post)[0] - x
-        errors = [
-            float((one.hidden - x - expected).float().norm() / expected.float().norm())
-            for one in (
-                found.layer(index, start, places, kept) for start in (x, _waiting(x, layer))
-            )
-        ]
-    return max(errors)
+        errors = []
+        for start in (x, _waiting(x, layer)):
+            hidden = found.layer(index, start, places, kept).hidden
+            assert hidden is not None, "a layer adds to the stream"
+            errors.append((hidden - x - expected).float().norm() / expected.float().norm())
+    return float(torch.stack(errors).max())  # NaN if one is
 
 
 def _waiting(x: Tensor, layer: FusedLayer) -> Waiting:

@@ -310,7 +310,7 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
         unit = wn + turn * WN
         sums = ()
         for _ in gl.static_range(R):
-            sums = sums + ((nothing, nothing),)  # noqa: RUF005 - no unpacking in kernels
+            sums = sums + ((nothing, nothing),)  # type: ignore[assignment]  # noqa: RUF005
         for step in range(0, J):
             block = gl.minimum(wk + step * WK, blocks - 1)
             x_at = inputs + block * 512 + q * 16
@@ -326,7 +326,7 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
                     sums[r][0], sums[r][1], w, rows_at(scale_at + r * FAR), x0, x1, e0, e1,
                     nothing, odd, wk + step * WK < blocks, EVEN,
                 )  # fmt: skip
-                after = after + ((low, high),)  # noqa: RUF005
+                after = after + ((low, high),)  # type: ignore[assignment]  # noqa: RUF005
             sums = after
             sync(thread)
             _ask(item + S, slot, items, first_unit, blocks, N, half_rows, place, wk, wn, lane,

@@ -118,7 +118,8 @@ def product(weight: Packed, x: Tensor | Codes | Waiting, bias: Tensor | None = N
         x: [1, K] for nibbles; codes, or values with peaks, for codes; or what waits.
         bias: [N].
     """
-    return _run(weight, x, bias)[0]
+    y: Tensor = _run(weight, x, bias)[0]
+    return y
 
 
 def gated_product(
@@ -177,7 +178,9 @@ def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False):
     )
 
 
-def _results(like: Tensor, rows: int, *, stream: bool, glu: bool, peaks: bool):
+def _results(
+    like: Tensor, rows: int, *, stream: bool, glu: bool, peaks: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return room for y, the stream times the norm's weight, squares and peaks."""
     count = rows // 2 if glu else rows
     out = like.new_empty((1, count), dtype=torch.bfloat16)
@@ -292,7 +295,7 @@ def _shape(bytes_of, rows: int, blocks: int, device: torch.device, settings: lis
 
 def _needed(bytes_of, blocks, units, tiles, slots, warps, beside) -> int:
     """Return bytes of shared memory in whole KB, one of them that makes the tensor exist."""
-    laid_out = bytes_of(
+    laid_out: int = bytes_of(
         blocks=blocks, units=units, tiles=tiles, slots=slots, warps=warps, beside=beside
     )
     return (-(-laid_out // 1024) + 1) * 1024

@@ -247,7 +247,7 @@ def rounded_stream(  # noqa: C901 - what is not there is compiled out
         unit = wn + turn * WN
         sums = ()
         for _ in gl.static_range(R):
-            sums = sums + (none,)  # noqa: RUF005 - no unpacking in kernels
+            sums = sums + (none,)  # type: ignore[assignment]  # noqa: RUF005
         for step in range(0, J):
             block = wk + step * WK
             there = block < blocks
@@ -261,7 +261,7 @@ def rounded_stream(  # noqa: C901 - what is not there is compiled out
                 new = _plus_tile(sums[r], w, xs)
                 if not EVEN:  # a block past the last one is the last one again
                     new = _if(there, new, sums[r])
-                after = after + (new,)  # noqa: RUF005
+                after = after + (new,)  # type: ignore[assignment]  # noqa: RUF005
             sums = after
             sync(thread)
             _ask(item + S, slot, items, first_unit, blocks, wide, half_rows, place, wk, wn, lane,

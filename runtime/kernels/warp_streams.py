@@ -44,13 +44,12 @@ _IF = "{ .reg .pred p; mov.b32 $0, 0; setp.ne.b32 p, "
 START = gl.constexpr("mov.u32 $0, global_smem;")
 SYNC = gl.constexpr("{ mov.b32 $0, $1; bar.warp.sync 0xffffffff; }")
 COMMIT = gl.constexpr("{ mov.b32 $0, $1; cp.async.commit_group; }")
-WAIT_0 = gl.constexpr("{ mov.b32 $0, $1; cp.async.wait_group 0; bar.warp.sync 0xffffffff; }")
-WAIT_1 = gl.constexpr("{ mov.b32 $0, $1; cp.async.wait_group 1; bar.warp.sync 0xffffffff; }")
-WAIT_2 = gl.constexpr("{ mov.b32 $0, $1; cp.async.wait_group 2; bar.warp.sync 0xffffffff; }")
-WAIT_3 = gl.constexpr("{ mov.b32 $0, $1; cp.async.wait_group 3; bar.warp.sync 0xffffffff; }")
-WAIT_4 = gl.constexpr("{ mov.b32 $0, $1; cp.async.wait_group 4; bar.warp.sync 0xffffffff; }")
-WAIT_5 = gl.constexpr("{ mov.b32 $0, $1; cp.async.wait_group 5; bar.warp.sync 0xffffffff; }")
-WAIT_6 = gl.constexpr("{ mov.b32 $0, $1; cp.async.wait_group 6; bar.warp.sync 0xffffffff; }")
+WAITS = gl.constexpr(
+    tuple(
+        f"{{ mov.b32 $0, $1; cp.async.wait_group {left}; bar.warp.sync 0xffffffff; }}"
+        for left in range(7)
+    )
+)
 COPY_16 = gl.constexpr(_IF + "$3, 0; @p cp.async.cg.shared.global [$1], [$2], 16; }")
 COPY_TILE = gl.constexpr(
     _IF + "$3, 0; @p cp.async.cg.shared.global [$1], [$2], 16; "
@@ -109,20 +108,7 @@ def commit(thread):
 @gluon.jit
 def wait_for_all_but(thread, LEFT: gl.constexpr):
     """Wait until at most LEFT groups are under way, up to 6, for all lanes of a warp."""
-    if LEFT == 0:
-        TEXT: gl.constexpr = WAIT_0
-    elif LEFT == 1:
-        TEXT: gl.constexpr = WAIT_1
-    elif LEFT == 2:
-        TEXT: gl.constexpr = WAIT_2
-    elif LEFT == 3:
-        TEXT: gl.constexpr = WAIT_3
-    elif LEFT == 4:
-        TEXT: gl.constexpr = WAIT_4
-    elif LEFT == 5:
-        TEXT: gl.constexpr = WAIT_5
-    else:
-        TEXT: gl.constexpr = WAIT_6
+    TEXT: gl.constexpr = WAITS[LEFT]
     gl.inline_asm_elementwise(TEXT, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
 
 
