@@ -7,8 +7,10 @@ the others, which takes as long as some megabytes of a copy.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ class Buffer:
         memory = _page_locked(num_bytes) if device.type == "cuda" else None
         self.memory = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory
         self.view = self.memory.numpy().data
+        self._is_locked = memory is not None
         self._event: torch.cuda.Event | None = None
 
     def record(self, stream: torch.cuda.Stream) -> None:
@@ -36,10 +39,50 @@ class Buffer:
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
+    def copy_to(self, place: Tensor, *, at: int, to: int, num_bytes: int) -> None:
+        """Copy some of its bytes to the device, on the current stream, and do not wait.
+
+        Args:
+            place: [bytes] uint8, contiguous.
+            at: First byte, here.
+            to: First byte in `place`.
+            num_bytes: How many.
+
+        Raises:
+            RuntimeError: CUDA refuses.
+        """
+        copy = _copy_of_runtime() if self._is_locked else None
+        if copy is None:
+            part = self.memory[at : at + num_bytes]
+            place[to : to + num_bytes].copy_(part, non_blocking=True)
+            return
+        stream = torch.cuda.current_stream(place.device).cuda_stream
+        error = copy(place.data_ptr() + to, self.memory.data_ptr() + at, num_bytes, stream)
+        if error:
+            raise RuntimeError(f"CUDA error {error} while {num_bytes} bytes are copied to a GPU")
+
     def wait(self) -> None:
         """Wait until nothing is copied to or from it any more; other threads run meanwhile."""
-        if self._event is not None:
+        if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             self._event.synchronize()
+
+
+@cache
+def _copy_of_runtime() -> Callable[[int, int, int, int], int] | None:
+    """Return CUDA's copy from the host: (to, from, bytes, stream) -> error; None if there is none.
+
+    torch lets other threads run while it issues a copy. That takes microseconds, to get the
+    interpreter back from them can take a hundred times as long.
+    """
+    try:  # the library that torch has loaded
+        found = ctypes.PyDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
+        copy = found.cudaMemcpyAsync
+    except (OSError, AttributeError):
+        return None
+    size = ctypes.c_size_t
+    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, size, ctypes.c_int, ctypes.c_void_p]
+    copy.restype = ctypes.c_int
+    return lambda to, source, num_bytes, stream: int(copy(to, source, num_bytes, 1, stream))
 
 
 def _page_locked(num_bytes: int) -> Tensor | None:
@@ -86,7 +129,7 @@ class BounceBuffer:
             part = place[at : at + self.piece_bytes]
             buffer = self.free()
             read(buffer.view[: part.numel()], at)
-            part.copy_(buffer.memory[: part.numel()], non_blocking=True)
+            buffer.copy_to(part, at=0, to=0, num_bytes=part.numel())
             self._copied(buffer)
         self.free()  # who computes next would wait in a loop that takes a core
 

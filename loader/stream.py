@@ -201,6 +201,8 @@ class Stream:
             with self._on_copies():
                 while (read := self._taken()) is not None:
                     self._fetch(read, buffers)
+                for buffer in buffers:  # memory that is given back may be another's at once
+                    buffer.wait()
         except BaseException as error:  # noqa: BLE001 - raised again by who waits
             with self._lock:
                 self._broken = error
@@ -246,8 +248,8 @@ class Stream:
         buffer.wait()
         self._files.fill(read, [buffer.view[: read.num_bytes]])
         for part in read.parts:
-            place = self._memory_of(part.fetch)[part.to : part.to + part.num_bytes]
-            place.copy_(buffer.memory[part.at : part.at + part.num_bytes], non_blocking=True)
+            place = self._memory_of(part.fetch)
+            buffer.copy_to(place, at=part.at, to=part.to, num_bytes=part.num_bytes)
         if self._copies is not None:
             buffer.record(self._copies)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantload.loader import page_locked
 from quantload.loader.page_locked import PIECE_BYTES, BounceBuffer, Buffer, own_stream
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -40,6 +41,36 @@ def test_a_tensor_is_taken_in_pieces(device, size):
         found[at : at + len(piece)] = piece
     assert bytes(found) == bytes(stored.tolist())
     assert bytes(found) == b"".join(bytes(p) for _, p in bounce.pieces_of(stored.to(device)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_some_bytes_are_copied(device):
+    buffer = Buffer(100, torch.device(device))
+    buffer.memory[:] = some_bytes(100)
+    place = torch.zeros(50, dtype=torch.uint8, device=device)
+    buffer.copy_to(place, at=30, to=7, num_bytes=20)
+    if device == "cuda":
+        buffer.record(torch.cuda.current_stream())
+    buffer.wait()
+    expected = torch.zeros(50, dtype=torch.uint8)
+    expected[7:27] = buffer.memory[30:50]
+    assert torch.equal(place.cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_a_copy_that_cuda_refuses(monkeypatch):
+    assert page_locked._copy_of_runtime() is not None
+    monkeypatch.setattr(page_locked, "_copy_of_runtime", lambda: lambda *_: 700)
+    buffer = Buffer(100, torch.device("cuda"))
+    place = torch.zeros(50, dtype=torch.uint8, device="cuda")
+    with pytest.raises(RuntimeError, match="CUDA error 700 while 10 bytes"):
+        buffer.copy_to(place, at=0, to=0, num_bytes=10)
+
+
+@pytest.mark.gpu
+def test_copies_without_the_library(monkeypatch):
+    monkeypatch.setattr(page_locked, "_copy_of_runtime", lambda: None)
+    test_some_bytes_are_copied("cuda")
 
 
 @pytest.mark.gpu
