@@ -18,7 +18,7 @@ input comes. Besides y the kernel writes what follows a product in a decoder's l
               which is the same number but for roundings
 
 Error: values are exact, sums float32, of numbers up to 30 times as large as the result's.
-Grid: programs of UNITS * R tiles. Masked: blocks past K. Limit: memory.
+Grid: programs of up to UNITS * R tiles. Masked: blocks past K. Limit: memory.
 """
 
 from __future__ import annotations
@@ -255,7 +255,8 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     x [K], words [blocks, N, 64], scale [blocks, N] int32 (two bfloat16), bias [N] or None; with
     NORMED squares_in [norm_width / 16] float32; with RESIDUAL hidden and weight [N], out is the new
     stream, scaled [N] that times the weight, squares [N / 16]; peaks [N / 16] float32 or None.
-    blocks is K / 256, units are groups of R tiles, UNITS of them a program's, J = ceil(blocks /
+    blocks is K / 256, units are groups of R tiles, at most UNITS of them a
+    program's, J = ceil(blocks /
     WK). S slots; EVEN: WK divides blocks; LATE: the next kernel starts behind the loop; EARLY:
     launched before the one ahead has ended; SIZE KB of shared memory.
     """
@@ -284,8 +285,9 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     inputs = scales + blocks * (UNITS * R * TILE_SCALES)
     excess = inputs + blocks * 512
     parts = excess + blocks * 8
-    first_unit = pid * UNITS
-    mine = gl.minimum(units - first_unit, UNITS)
+    programs = gl.num_programs(0)
+    first_unit = pid * units // programs
+    mine = (pid + 1) * units // programs - first_unit
     items = (mine - wn + (WN - 1)) // WN * J  # none of a warp whose first unit is not there
     place = words.to(gl.int64) + (lane * 16).to(gl.int64)
     _ask_scales(

@@ -42,7 +42,7 @@ __all__ = [
     "why_not",
 ]
 
-_SETTINGS = ("tiles", "slots", "warps", "beside", "each", "late")
+_SETTINGS = ("tiles", "slots", "warps", "beside", "each", "late", "kb")
 _BESIDE = 113 << 10  # bytes of shared memory, so that the next product's programs fit beside
 _MOST = 227 << 10
 
@@ -165,7 +165,7 @@ def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False):
     settings = _settings(weight, glu=glu)
     rest = (
         bias, hidden, None if norm is None else norm.weight, norm is not None and norm.offset,
-        glu, peaks, [settings[name] for name in _SETTINGS],
+        glu, peaks, [({"kb": 0} | dict(settings))[name] for name in _SETTINGS],
     )  # fmt: skip
     if isinstance(weight, NibbleWeight):
         assert waits is not None, "nibbles take values"
@@ -280,17 +280,18 @@ class _Shape:
 
 
 def _shape(bytes_of, rows: int, blocks: int, device: torch.device, settings: list[int]) -> _Shape:
-    tiles, slots, warps, beside, each, late = settings
+    tiles, slots, warps, beside, each, late, least = settings
     units = rows // (16 * tiles)
-    most = -(-units // (_processors(device) * each))
-    size = _needed(bytes_of, blocks, most, tiles, slots, warps, beside)
+    programs = min(units, _processors(device) * each)
+    most = -(-units // programs)
+    size = max(_needed(bytes_of, blocks, most, tiles, slots, warps, beside), least * 1024)
     early = launches_early(device)
     constants = {
         "UNITS": most, "J": -(-blocks // beside), "R": tiles, "S": slots, "WK": beside,
         "EVEN": blocks % beside == 0, "LATE": bool(late), "EARLY": early, "SIZE": size // 1024,
         "num_warps": warps, **({"launch_pdl": True} if early else {}),
     }  # fmt: skip
-    return _Shape(-(-units // most), units, size, constants)
+    return _Shape(programs, units, size, constants)
 
 
 def _needed(bytes_of, blocks, units, tiles, slots, warps, beside) -> int:
@@ -344,7 +345,7 @@ def rule(
         slots > 1 and _needed(bytes_of, blocks, units, tiles, slots, warps, warps // apart) > room
     ):
         slots -= 1
-    made = (tiles, slots, warps, warps // apart, 1, int(units > 2))
+    made = (tiles, slots, warps, warps // apart, 1, int(units > 2), 0)
     return dict(zip(_SETTINGS, made, strict=True))
 
 
@@ -370,7 +371,7 @@ def candidates(
             size = _needed(bytes_of, blocks, units, tiles, slots, warps, beside)
             if (size + 1024) * each <= _MOST + 1024:
                 for late in (0, 1):
-                    made = (tiles, slots, warps, beside, each, late)
+                    made = (tiles, slots, warps, beside, each, late, 0)
                     yield dict(zip(_SETTINGS, made, strict=True))
 
 

@@ -13,7 +13,8 @@ sums float32 (the FP8 products of sm_90 add with about 14 bits).
     NORMED    x_scale is divided by the rms of the stream: the norm behind the product, which
               changes no code, since it scales the largest magnitude alike
 
-Grid: programs of UNITS * R tiles of 16 rows. Masked: blocks of 128 columns past K. Limit: memory.
+Grid: programs of up to UNITS * R tiles of 16 rows. Masked: blocks of 128 columns past K. Limit:
+memory.
 """
 
 from __future__ import annotations
@@ -217,8 +218,9 @@ def rounded_stream(  # noqa: C901 - what is not there is compiled out
     ring = start + warp * (S * R * TILE_BYTES)
     inputs = start + NW * S * R * TILE_BYTES
     parts = inputs + blocks * 256
-    first_unit = pid * UNITS
-    mine = gl.minimum(units - first_unit, UNITS)
+    programs = gl.num_programs(0)
+    first_unit = pid * units // programs
+    mine = (pid + 1) * units // programs - first_unit
     items = (mine - wn + (WN - 1)) // WN * J  # none of a warp whose first unit is not there
     wide = K.to(gl.int64)
     place = codes.to(gl.int64) + (lane // 8).to(gl.int64) * wide + (lane % 8 * 16).to(gl.int64)
