@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +48,30 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
         try:
-            return super().invoke(ctx)
+            found = super().invoke(ctx)
+            sys.stdout.flush()
+            return found
         except NotComparable as error:
             click.echo(printable(f"error: {error}", keep="\n"), err=True)
             ctx.exit(3)
         except QuantloadError as error:
             click.echo(printable(f"error: {error}", keep="\n"), err=True)
             ctx.exit(2)
+        except BrokenPipeError:
+            raise  # click ends without a word, as users of pipes expect
+        except OSError as error:
+            _drop_output()
+            click.echo(printable(f"error: {error}"), err=True)
+            ctx.exit(2)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(130)
+
+
+def _drop_output() -> None:
+    """What could not be written shall not fail once more when the interpreter ends."""
+    with suppress(OSError, ValueError):  # ValueError: stdout is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantload.accuracy.compare import ModelComparison, about_input_scales
-from quantload.accuracy.end_metrics import EndMetrics
+from quantload.accuracy.end_metrics import EndMetrics, KLOfPart
 from quantload.accuracy.layer_ranking import (
     STANDS_OUT,
     RankedLayer,
@@ -127,11 +127,22 @@ def _style(line: str) -> str:
 
 def _confidence_cells(end: EndMetrics) -> list[tuple[str, str, str]]:
     parts = end.by_confidence()
-    ends = [*(f"{low:g}" for low, _, _ in parts[1:]), "1"]
+    ends = [*(f"{part.low:g}" for part in parts[1:]), "1"]
     return [
-        (f"{low:g} to {high}", str(count), _number(mean, ".4g", " nats") or "-")
-        for (low, count, mean), high in zip(parts, ends, strict=True)
+        (f"{part.low:g} to {high}", str(part.positions), _mean_of(part))
+        for part, high in zip(parts, ends, strict=True)
     ]
+
+
+def _mean_of(part: KLOfPart) -> str:
+    if not math.isfinite(part.mean):
+        return "-"
+    return f"{part.mean:.4g}{_plus_minus(part.standard_error, '.2g')} nats"
+
+
+def _quantile(end: EndMetrics, fraction: float) -> str:
+    error = end.kl_quantile_standard_error(fraction)
+    return f"{end.kl_quantile(fraction):.4g}{_plus_minus(error, '.2g')}"
 
 
 # -- the summary -----------------------------------------------------------------------------------
@@ -165,6 +176,7 @@ def summary_lines(comparison: ModelComparison) -> list[str]:
             lines.append(f"only in the {where}: {listed(names)}")
     lines += about_input_scales(comparison)
     lines += _about_outliers(comparison)
+    lines += _about_rescaling(comparison)
     lines += _about_running(comparison)
     if comparison.end is not None:
         lines += _end_lines(comparison.end)
@@ -186,12 +198,25 @@ def _about_outliers(comparison: ModelComparison) -> list[str]:
     return [f"far above the other layers of its type (z {STANDS_OUT:g} or more): {names}"]
 
 
+def _about_rescaling(comparison: ModelComparison) -> list[str]:
+    """Say what a candidate may be whose norms differ, beside weights that exceed their limit."""
+    failed = [row for row in comparison.layers if row.failure]
+    norms = [row for row in failed if row.is_plain and row.module.endswith(".weight")]
+    if not norms or len(norms) == len(failed):
+        return []
+    return [
+        f"{counted(len(norms), 'norm differs', 'norms differ')} too: if scales were folded into "
+        "them before quantizing (AWQ, SmoothQuant), weights and isolated outputs cannot be held to "
+        "the reference's; judge the whole by `--fail-over kl>...` with tokens"
+    ]
+
+
 def _end_lines(end: EndMetrics) -> list[str]:
     return [
         f"KL(reference || candidate): mean {end.kl_mean:.4g}"
         f"{_plus_minus(end.kl_standard_error, '.2g')} nats, "
-        f"median {end.kl_quantile(0.5):.4g}, p99 {end.kl_quantile(0.99):.4g}, "
-        f"p99.9 {end.kl_quantile(0.999):.4g}, over {counted(end.num_tokens, 'token')}",
+        f"median {_quantile(end, 0.5)}, p99 {_quantile(end, 0.99)}, "
+        f"p99.9 {_quantile(end, 0.999)}, over {counted(end.num_tokens, 'token')}",
         f"same first token: {100 * end.top1:.2f}"
         f"{_plus_minus(100 * end.top1_standard_error, '.2f')} %",
         *(

@@ -183,7 +183,7 @@ def _read_text(file: Path) -> str:
 def _read_ids(file: Path) -> list[list[int]]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read token ids from `{file}`: {error}") from error
     ids = content.get("ids") if isinstance(content, dict) else content
     good = isinstance(ids, list) and all(
@@ -208,7 +208,7 @@ def _read_jsonl(content: str, file: Path, tokenizer: Any) -> list[list[int]]:  #
 def _ids_of_line(line: str, where: str, tokenizer: Any) -> list[int]:  # noqa: ANN401
     try:
         content = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is no JSON: {error}") from error
     text = content.get("text") if isinstance(content, dict) else None
     if isinstance(text, str):

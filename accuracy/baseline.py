@@ -8,6 +8,7 @@
      "candidate": {"name": "qwen-w4", "digest": "sha256:...", "bits_per_weight": 4.16},
      "reference_config": {"model_type": "qwen3", "rms_norm_eps": 1e-06, ...},
      "candidate_config": {...},
+     "quantization": {"method": "compressed-tensors", "kv_cache": {}, "left_out": [], ...},
      "tokens": {"sha256": "...", "count": 2048, "ids": [[1, 2, ...], ...]},
      "made_on": {"device": "cpu", "dtype": "float32", "torch": "2.13.0", ...},
      "tolerances": {"weight_db": 0.02, ..., "layers": {"*.k_proj": {"weight_db": 0.1}}},
@@ -25,7 +26,8 @@ A line a layer, sorted, numbers of 6 significant digits: a change reads well in 
 of values, not of files: a checkpoint that is packed in another way is the same. `made_on` is shown
 when a check fails and never compared; its dtype says what arithmetic adds to errors of outputs. The
 token ids are in the file, so that it means the same everywhere. Of config.json the keys are kept
-that change what a model computes. `sha256` is of all but itself and the tolerances, which may be
+that change what a model computes, and of its quantization config what engines read by, see
+`baseline_quantization.py`. `sha256` is of all but itself and the tolerances, which may be
 edited: see `baseline_tolerances.py`; sketches of the reference: `baseline_sketch.py`.
 """
 
@@ -126,6 +128,8 @@ class Baseline:
         made_on: Where it was made, for people.
         reference_config: What the reference's config.json says of the model, see `kept_facts`.
         candidate_config: The same of the candidate.
+        quantization: What the candidate's quantization config says, see `quantization_facts`; None
+            in files of before it was kept.
     """
 
     reference: str
@@ -141,6 +145,7 @@ class Baseline:
     made_on: Mapping[str, str] = field(default_factory=dict)
     reference_config: Mapping[str, Any] = field(default_factory=dict)
     candidate_config: Mapping[str, Any] = field(default_factory=dict)
+    quantization: Mapping[str, Any] | None = None
 
     @property
     def dtype(self) -> str:
@@ -174,6 +179,7 @@ def baseline_text(baseline: Baseline) -> str:
         },
         "reference_config": dict(sorted(baseline.reference_config.items())),
         "candidate_config": dict(sorted(baseline.candidate_config.items())),
+        "quantization": baseline.quantization,
         "tokens": None if baseline.tokens is None else asdict(baseline.tokens),
         "made_on": dict(sorted(baseline.made_on.items())),
         "tolerances": tolerances_json(baseline.tolerances),
@@ -183,6 +189,8 @@ def baseline_text(baseline: Baseline) -> str:
         "blocks": _rounded(dict(baseline.blocks)),
     }
     head = {key: value for key, value in head.items() if value or key not in _OPTIONAL}
+    if baseline.quantization is None:
+        del head["quantization"]
     layers = {name: _layer_json(layer) for name, layer in sorted(baseline.layers.items())}
     head["sha256"] = content_digest({**head, "layers": layers})
     lines = [f" {json.dumps(key)}: {_compact(key, value)}," for key, value in head.items()]

@@ -18,6 +18,7 @@ from quantload.accuracy.baseline import (
     Tokens,
     content_digest,
 )
+from quantload.accuracy.baseline_quantization import checked_facts
 from quantload.accuracy.baseline_tolerances import Repeats, tolerances_of
 from quantload.accuracy.statistics import ids_digest
 from quantload.errors import BaselineError
@@ -99,6 +100,9 @@ def _baseline_of(content: Mapping[str, Any]) -> Baseline:
         made_on={k: str(v) for k, v in _object(content, "made_on").items()},
         reference_config=_object(content, "reference_config"),
         candidate_config=_object(content, "candidate_config"),
+        quantization=checked_facts(_object(content, "quantization"))
+        if "quantization" in content
+        else None,
     )
 
 

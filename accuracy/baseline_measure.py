@@ -21,6 +21,7 @@ from quantload.accuracy.baseline_check import (
     with_output_errors,
 )
 from quantload.accuracy.baseline_config import kept_facts
+from quantload.accuracy.baseline_quantization import quantization_facts
 from quantload.accuracy.baseline_repeats import repeats_of
 from quantload.accuracy.baseline_sketch import SKETCH_SUFFIX
 from quantload.accuracy.baseline_tolerances import Repeats
@@ -86,6 +87,7 @@ def measured_baseline(
         made_on=setting.made_on,
         reference_config=kept_facts(reference.checkpoint.config),
         candidate_config=kept_facts(candidate.checkpoint.config),
+        quantization=quantization_facts(candidate),
     )
     return made if tokens is None else _with_outputs(made, reference, candidate, setting)
 

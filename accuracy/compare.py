@@ -11,13 +11,14 @@ One statistic everywhere: the relative L2 error from two sums in float64, shown 
 What is compared passes up to these relative errors:
 
     weight      0 where both hold one scheme and one dtype; of two float dtypes, 4 eps of the
-                coarser one; 0.5 where the schemes differ
+                coarser one; 0.5 where the schemes differ, 0.8 if the candidate has two bits
     other       0 of one dtype; of two, 4 eps of the coarser one
     isolated    4 eps(bfloat16) + sqrt(K) eps(float32) where both hold one scheme: rounded once more
-                and summed in another order; else 0.5
+                and summed in another order; else 0.5, or 0.8
 
 A weight whose scale is doubled has an error of 1, one that is lost too; working schemes of 3 bits
-and more stay below 0.5. Smaller damage shows in the rounding: see `weight_rounding.py`.
+and more stay below 0.5, those of 2 bits below 0.61. Smaller damage shows in the rounding: see
+`weight_rounding.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from quantload.accuracy.structure import StructureComparison
 
 QUANTIZED_LIMIT = 0.5
+FEW_VALUES, FEW_VALUES_LIMIT = 4, 0.8
 Tier = Literal["structure", "weights", "layers", "end"]
 TIERS: tuple[Tier, ...] = get_args(Tier)  # each measures what those before it do, and more
 
@@ -293,6 +295,8 @@ def with_outputs(comparison: ModelComparison, outputs: OutputComparison) -> Mode
 
 
 __all__ = [
+    "FEW_VALUES",
+    "FEW_VALUES_LIMIT",
     "QUANTIZED_LIMIT",
     "BlockComparison",
     "LayerComparison",

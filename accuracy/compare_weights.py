@@ -11,7 +11,12 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from quantload.accuracy.compare import LayerComparison, ModelComparison
+from quantload.accuracy.compare import (
+    FEW_VALUES,
+    FEW_VALUES_LIMIT,
+    LayerComparison,
+    ModelComparison,
+)
 from quantload.accuracy.one_model import apart_alike, check_one_model, lone_names, shared_plain
 from quantload.accuracy.stored_rows import HeldRows, StoredRows, Value, dense
 from quantload.accuracy.weight_rounding import RoundingSums, far_above, standing_out
@@ -26,6 +31,7 @@ from quantload.quant.measure import Measured
 from quantload.quant.metrics import ErrorSums, error_sums
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.row_errors import RowErrors, row_errors
+from quantload.quant.step_errors import num_values
 
 _CPU = torch.device("cpu")
 _ELEMENTS = 1 << 21  # of a weight that are in work at a time
@@ -226,6 +232,9 @@ class _Limits(TypedDict, total=False):
 def _limits(reference: SourceWeight, candidate: SourceWeight) -> _Limits:
     """Return the limits of a row by field: see the top of the file."""
     if reference.scheme != candidate.scheme:
+        weight = None if candidate.scheme is None else candidate.scheme.weight
+        if weight is not None and num_values(weight.grid) <= FEW_VALUES:
+            return _Limits(weight_limit=FEW_VALUES_LIMIT, output_limit=FEW_VALUES_LIMIT)
         return _Limits()
     return _Limits(
         weight_limit=cast_limit(reference.dtype, candidate.dtype),

@@ -164,9 +164,14 @@ def _end_json(end: EndMetrics) -> dict[str, Any]:
         "num_tokens": end.num_tokens,
         "kl_mean": _finite(end.kl_mean),
         "kl_standard_error": _finite(end.kl_standard_error),
-        "kl_median": _finite(end.kl_quantile(0.5)),
-        "kl_p99": _finite(end.kl_quantile(0.99)),
-        "kl_p999": _finite(end.kl_quantile(0.999)),
+        **{
+            f"kl_{name}{suffix}": _finite(of(fraction))
+            for name, fraction in (("median", 0.5), ("p99", 0.99), ("p999", 0.999))
+            for suffix, of in (
+                ("", end.kl_quantile),
+                ("_standard_error", end.kl_quantile_standard_error),
+            )
+        },
         "kl_max": _finite(end.kl_quantile(1.0)),
         "top1": end.top1,
         "top1_standard_error": end.top1_standard_error,
@@ -174,8 +179,13 @@ def _end_json(end: EndMetrics) -> dict[str, Any]:
         "ln_perplexity_change": _finite(end.loss_mean_change),
         "ln_perplexity_standard_error": _finite(end.loss_standard_error),
         "kl_by_confidence": [
-            {"from": low, "tokens": count, "kl_mean": _finite(mean)}
-            for low, count, mean in end.by_confidence()
+            {
+                "from": part.low,
+                "tokens": part.positions,
+                "kl_mean": _finite(part.mean),
+                "kl_standard_error": _finite(part.standard_error),
+            }
+            for part in end.by_confidence()
         ],
     }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,24 @@ from torch import Tensor
 from quantload.quant.metrics import kl_of_logarithms
 
 _KL_ELEMENTS = 1 << 21  # of distributions that are held in float64 at a time: 16 MiB
+_FEWEST_BEYOND = 2  # positions above a quantile, for its standard error to mean anything
 CONFIDENCE = (0.0, 0.25, 0.5, 0.75, 0.9)  # lower ends of the reference's largest probability
+
+
+class KLOfPart(NamedTuple):
+    """The mean KL of positions at which the reference is about as sure.
+
+    Args:
+        low: Lower end of its largest probability.
+        positions: How many.
+        mean: Mean KL in nats; NaN without positions.
+        standard_error: Of the mean; NaN for fewer than two.
+    """
+
+    low: float
+    positions: int
+    mean: float
+    standard_error: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +77,19 @@ class EndMetrics:
         """KL that this fraction of the positions stays below."""
         return float(torch.quantile(self.kl, fraction))
 
+    def kl_quantile_standard_error(self, fraction: float) -> float:
+        """Standard error of `kl_quantile`, from order statistics; NaN where they do not reach.
+
+        Half the distance of the values whose ranks are one binomial standard error below and above
+        (Woodruff 1952, "Confidence intervals for medians and other position measures").
+        """
+        count = self.num_tokens
+        spread = math.sqrt(fraction * (1 - fraction) / count)
+        low, high = fraction - spread, fraction + spread
+        if count < _FEWEST_BEYOND / min(fraction, 1 - fraction) or low < 0 or high > 1:
+            return math.nan
+        return (self.kl_quantile(high) - self.kl_quantile(low)) / 2
+
     @property
     def top1(self) -> float:
         """Share of positions where both put the same token first."""
@@ -81,15 +112,16 @@ class EndMetrics:
         """Standard error of `loss_mean_change`, paired by position."""
         return math.nan if self.loss_change is None else standard_error(self.loss_change)
 
-    def by_confidence(self) -> list[tuple[float, int, float]]:
-        """Return (lower end of the reference's largest probability, positions, mean KL)."""
+    def by_confidence(self) -> list[KLOfPart]:
+        """Return the mean KL of positions by the reference's largest probability."""
         if self.confidence is None:
             return []
         found = []
         for low, high in zip(CONFIDENCE, (*CONFIDENCE[1:], math.inf), strict=True):
             inside = (self.confidence >= low) & (self.confidence < high)
             count = int(inside.sum())
-            found.append((low, count, float(self.kl[inside].mean()) if count else math.nan))
+            mean = float(self.kl[inside].mean()) if count else math.nan
+            found.append(KLOfPart(low, count, mean, standard_error(self.kl[inside])))
         return found
 
 
@@ -156,4 +188,4 @@ class EndSums:
         )
 
 
-__all__ = ["EndMetrics", "EndSums", "standard_error"]
+__all__ = ["EndMetrics", "EndSums", "KLOfPart", "standard_error"]

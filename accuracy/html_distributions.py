@@ -82,19 +82,19 @@ def _kl_histogram(end: EndMetrics, positive: Sequence[float]) -> Figure:
 
 def _kl_by_confidence(end: EndMetrics) -> Figure:
     parts = end.by_confidence()
-    ends = [*(low for low, _, _ in parts[1:]), 1.0]
+    ends = [*(part.low for part in parts[1:]), 1.0]
     bars = [
         Bar(
             low=float(at),
             high=at + 0.8,
-            value=mean if math.isfinite(mean) else -1.0,
-            title=f"probability {low:g} to {high:g}: mean KL {number(mean, '.4g')} nats over "
-            f"{count} positions",
-            label=number(mean, ".3g"),
+            value=part.mean if math.isfinite(part.mean) else -1.0,
+            title=f"probability {part.low:g} to {high:g}: mean KL {number(part.mean, '.4g')} +- "
+            f"{number(part.standard_error, '.2g')} nats over {part.positions} positions",
+            label=number(part.mean, ".3g"),
         )
-        for at, ((low, count, mean), high) in enumerate(zip(parts, ends, strict=True))
+        for at, (part, high) in enumerate(zip(parts, ends, strict=True))
     ]
-    names = [f"{low:g}\u2013{high:g}" for (low, _, _), high in zip(parts, ends, strict=True)]
+    names = [f"{low:g}\u2013{high:g}" for (low, *_), high in zip(parts, ends, strict=True)]
     x = Axis(
         label="reference's largest probability",
         low=-0.2,
@@ -102,7 +102,7 @@ def _kl_by_confidence(end: EndMetrics) -> Figure:
         ticks=[(at + 0.4, name) for at, name in enumerate(names)],
     )
     counts = ", ".join(
-        f"{count} at {name}" for (_, count, _), name in zip(parts, names, strict=True)
+        f"{part.positions} at {name}" for part, name in zip(parts, names, strict=True)
     )
     return Figure(
         title="Mean KL by confidence of the reference",

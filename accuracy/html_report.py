@@ -108,14 +108,19 @@ def _facts(comparison: ModelComparison) -> list[tuple[str, str, str]]:
     if end is None:
         return facts
     kl = [end.kl_quantile(fraction) for fraction in (0.5, 0.99, 0.999)]
+    errors = [end.kl_quantile_standard_error(fraction) for fraction in (0.5, 0.99)]
     facts += [
         (
             "KL, mean",
             f"{end.kl_mean:.4g}",
             f"{_plus_minus(end.kl_standard_error, '.2g')} nats",
         ),
-        ("KL, median", f"{kl[0]:.4g}", "nats"),
-        ("KL, p99", f"{kl[1]:.4g}", f"p99.9 {kl[2]:.4g} nats"),
+        ("KL, median", f"{kl[0]:.4g}", f"{_plus_minus(errors[0], '.2g')} nats"),
+        (
+            "KL, p99",
+            f"{kl[1]:.4g}",
+            f"{_plus_minus(errors[1], '.2g')} nats, p99.9 {kl[2]:.4g}".lstrip(),
+        ),
         (
             "Same first token",
             f"{100 * end.top1:.2f} %",

@@ -200,7 +200,7 @@ class ScoreTable:
                 groups=tuple(tuple(group) for group in content["groups"]),
                 rows=rows,
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"`{name}` is no file of scores: {type(error).__name__} {error}",
                 hint="`quantload allocate --scores FILE` writes one where FILE is not there",

@@ -5,6 +5,8 @@
     skipped     layers that the candidate's quantization config covers, whose like are quantized in
                 the other blocks, and that are in full precision: whoever wrote the files forgot
                 them, and an engine that believes the config cannot load them
+    uncovered   layers that are quantized and that the candidate's config leaves out: an engine
+                takes their codes for values, or does not find them
     scales      that are not finite, or negative or zero where no scale can be
     extra       layers of blocks that the reference does not have; a head of its own beside tied
                 embeddings is none
@@ -24,7 +26,7 @@ import torch
 
 from quantload.accuracy.input_scales import InputScales, compare_input_scales
 from quantload.accuracy.one_model import apart_alike
-from quantload.errors import listed
+from quantload.errors import counted, listed
 from quantload.loader.checkpoint import files_kept_open
 from quantload.loader.doctor_scales import holds_numbers, scale_problem
 from quantload.loader.formats.agreement import EntryCounts
@@ -77,6 +79,7 @@ class StructureComparison:
         skipped: Layers that the candidate's config covers and that are in full precision, although
             their like in other blocks are quantized.
         input_scales: Static scales of the candidate's inputs.
+        uncovered: Layers that are quantized and that the candidate's config leaves out.
         added: Weights of norms, and biases that are not zero, that only the candidate has.
     """
 
@@ -86,6 +89,7 @@ class StructureComparison:
     quantized_bits: float
     skipped: tuple[str, ...] = ()
     input_scales: InputScales = field(default_factory=InputScales)
+    uncovered: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
 
     @property
@@ -99,9 +103,12 @@ class StructureComparison:
         """One line for everything that is wrong."""
         extra = (f"layers that the reference lacks: {listed(self.extra)}",) if self.extra else ()
         added = (f"tensors that the reference lacks: {listed(self.added)}",) if self.added else ()
+        count = counted(len(self.uncovered), "quantized layer")
+        uncovered = f"the quantization config leaves {count} out: {listed(self.uncovered)}"
         return (
             *extra,
             *added,
+            *((uncovered,) if self.uncovered else ()),
             *(f"`{layer.module}`: {layer.problem}" for layer in self.layers if layer.problem),
             *(
                 f"`{module}` is in full precision: the config covers it, and other layers of its "
@@ -136,6 +143,7 @@ def compare_structure(
         quantized_bits=_mean_bits(other, quantized),
         skipped=skipped_layers(candidate),
         input_scales=compare_input_scales(one, other),
+        uncovered=uncovered_layers(candidate),
         added=tuple(name for name in other.plain if name not in one.plain and _counts(other, name)),
     )
 
@@ -214,6 +222,12 @@ def skipped_layers(source: Source) -> tuple[str, ...]:
     return tuple(_of_quantized_kinds(left_plain, quantized))
 
 
+def uncovered_layers(source: Source) -> tuple[str, ...]:
+    """Return the layers that are quantized and that the config leaves out."""
+    entries = source.reader.entries
+    return entries.left_out if isinstance(entries, EntryCounts) else ()
+
+
 def _of_quantized_kinds(modules: Iterable[str], quantized: set[str]) -> Iterator[str]:
     return (module for module in modules if _kind(module) in quantized)
 
@@ -228,4 +242,5 @@ __all__ = [
     "compare_structure",
     "skipped_layers",
     "stored_bits",
+    "uncovered_layers",
 ]

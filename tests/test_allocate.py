@@ -280,3 +280,8 @@ def test_where_effects_do_not_add_up_the_mix_is_scored_again(source, monkeypatch
     assert found.best.kl_mean == min(mix.kl_mean for mix in found.mixes)
     for group in found.table.groups:
         assert len({last.schemes[module] for module in group}) == 1
+
+
+def test_nesting_without_end_is_no_file_of_scores():
+    with pytest.raises(ConfigError, match="`x` is no file of scores: RecursionError"):
+        ScoreTable.from_json("[" * 100_000, "x")

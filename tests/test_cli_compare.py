@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tiny_checkpoints as tiny
@@ -72,7 +75,9 @@ def test_json(folders, ids):
     assert embedding["output"] is None
     assert 0 < rows["model.layers.0.mlp.up_proj"]["output"]["relative_error"] < 1
     assert set(content["end"]) == {
-        *("num_tokens", "kl_mean", "kl_standard_error", "kl_median", "kl_p99", "kl_p999", "kl_max"),
+        *("num_tokens", "kl_mean", "kl_standard_error", "kl_max"),
+        *("kl_median", "kl_p99", "kl_p999"),
+        *("kl_median_standard_error", "kl_p99_standard_error", "kl_p999_standard_error"),
         *("top1", "top1_standard_error", "kl_by_confidence"),
         *("ln_perplexity", "ln_perplexity_change", "ln_perplexity_standard_error"),
     }
@@ -368,3 +373,43 @@ def test_one_token_has_no_standard_error(folders, tmp_path):
     assert "nan" not in done.stdout
     assert "over 1 token\n" in done.stdout
     assert "nan" not in re.sub(r"<s(cript|tyle).*?</s", "", page.read_text(), flags=re.DOTALL)
+
+
+def test_a_candidate_with_folded_scales_is_told(folders, tmp_path):
+    """As AWQ does: a norm divided by a scale, the weights that follow multiplied by it."""
+    tensors = load_file(folders[0] / "model.safetensors")
+    block = "model.layers.0"
+    tensors[f"{block}.input_layernorm.weight"] /= 4
+    for name in ("q_proj", "k_proj", "v_proj"):
+        tensors[f"{block}.self_attn.{name}.weight"] *= 4
+    config = json.loads((folders[0] / "config.json").read_text())
+    folded = tiny.write(tmp_path / "folded", config, tensors)
+    done = run(folders[0], folded)
+    assert done.exit_code == 1
+    assert "1 norm differs too: if scales were folded" in " ".join(done.stdout.split())
+    assert "folded" not in run(*folders).stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_output_that_cannot_be_written(folders):
+    command = [sys.executable, "-m", "quantload", "compare", *map(str, folders), "--json"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "error: [Errno 28]" in done.stderr
+
+
+def test_an_interrupted_command_is_no_failed_check(folders, monkeypatch):
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantload.api.compare", interrupt)
+    done = run(*folders)
+    assert (done.exit_code, done.stderr) == (130, "interrupted\n")
+
+
+def test_a_page_needs_a_name(folders):
+    done = run(*folders, "--html", ".")
+    assert done.exit_code == 2
+    assert "cannot write `.`" in done.stderr

@@ -152,3 +152,14 @@ def test_made_up_tokens_and_a_file_contradict(tmp_path):
 
 def test_digest_of_ids():
     assert ids_digest([[1, 2], (3,)]) == hashlib.sha256(b"[[1,2],[3]]").hexdigest()
+
+
+def test_nesting_without_end_is_no_token_file(tmp_path):
+    file = tmp_path / "ids.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot read token ids from"):
+        read(token_ids=file, tokenizer=no_tokenizer)
+    file = tmp_path / "chat.jsonl"
+    file.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"line 1 of .* is no JSON"):
+        read(data=file)

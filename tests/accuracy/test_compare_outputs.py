@@ -183,7 +183,7 @@ def test_loss_and_confidence_by_hand():
     assert found.reference_loss == pytest.approx(math.log(2.0))
     assert found.loss_mean_change == pytest.approx(math.log(4.0) - math.log(2.0))
     assert found.confidence.tolist() == pytest.approx([0.5, 0.25])
-    assert [(low, count) for low, count, _ in found.by_confidence() if count] == [
+    assert [(low, count) for low, count, *_ in found.by_confidence() if count] == [
         (0.25, 1),
         (0.5, 1),
     ]
