@@ -41,6 +41,7 @@ from quantload.accuracy.baseline_measure import (
     run_both,
 )
 from quantload.accuracy.baseline_model_gates import about_blocks, about_end
+from quantload.accuracy.baseline_quantization import changed_quantization, quantization_facts
 from quantload.accuracy.baseline_sketch import Sketch, read_sketch
 from quantload.accuracy.baseline_tokens import tokens_of
 from quantload.accuracy.baseline_tolerances import Tolerances, widened
@@ -228,7 +229,14 @@ def check_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
             made_on=setting.made_on,
         )
     others = {name: layer for name, layer in baseline.layers.items() if name not in asked}
-    made = replace(made, layers={**others, **now}, candidate_config=facts)
+    said = quantization_facts(opened)
+    made = replace(made, layers={**others, **now}, candidate_config=facts, quantization=said)
+    if baseline.quantization is None:
+        notes.append(
+            "the baseline says nothing of the quantization config: write it again for that"
+        )
+    else:
+        config += tuple(changed_quantization(baseline.quantization, said))
     report = _report(held, made, now, ran=outputs is not None, dtype=dtype_name(setting.dtype))
     return replace(report, config=config, notes=(*notes, *report.notes))
 

@@ -73,11 +73,17 @@ class EntryCounts(dict[str, int]):
 
     Attributes:
         left_plain: Modules that the config quantizes, by a rule for many, and the files do not.
+        left_out: Modules that are quantized in the files although the config leaves them out.
     """
 
-    def __init__(self, counts: Mapping[str, int], left_plain: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        counts: Mapping[str, int],
+        left_plain: Iterable[str] = (),
+        left_out: Iterable[str] = (),
+    ) -> None:
         super().__init__(counts)
-        self.left_plain = tuple(left_plain)
+        self.left_plain, self.left_out = tuple(left_plain), tuple(left_out)
 
 
 def count_entries(said: Mapping[str, ConfigSays], stored: Mapping[str, bool]) -> EntryCounts:
@@ -89,7 +95,8 @@ def count_entries(said: Mapping[str, ConfigSays], stored: Mapping[str, bool]) ->
     """
     agreed = (says for module, says in said.items() if says.is_quantized == stored[module])
     plain = (m for m, says in said.items() if says.is_quantized and not stored[m])
-    return EntryCounts(Counter(says.entry for says in agreed), plain)
+    left_out = (m for m, says in said.items() if stored[m] and not says.is_quantized)
+    return EntryCounts(Counter(says.entry for says in agreed), plain, left_out)
 
 
 def about_unused_entries(
