@@ -22,7 +22,7 @@ from quantload.cli_baseline_report import (
 )
 from quantload.cli_options import JSON, QUIET
 from quantload.cli_tokens import read_tokens, token_options
-from quantload.errors import QuantloadError, counted, printable
+from quantload.errors import QuantloadError, counted, listed, printable
 
 _DEVICE = click.option("--device", help="cpu or cuda; default cuda if there is one.")
 _DTYPE = click.option("--dtype", default="float32", show_default=True, help="dtype of the runs.")
@@ -94,6 +94,7 @@ def write(
         )
     repeats = made.repeats
     differences = changed_facts(made.reference_config, made.candidate_config)
+    uncovered = (made.quantization or {}).get("left_out", [])
     if as_json:
         print_json(
             {
@@ -101,6 +102,7 @@ def write(
                 "file": str(file),
                 "layers": len(made.layers),
                 "config": differences,
+                "uncovered": uncovered,
                 "tokens": 0 if made.tokens is None else made.tokens.count,
                 "repeat_sigma_db": {} if repeats is None else dict(repeats.sigma_db),
                 "sketch": None if made.sketch is None else made.sketch.file,
@@ -121,6 +123,9 @@ def write(
             )
     for line in differences:
         out.print(printable(f"{line}, as the reference has it"))
+    if uncovered:
+        count = counted(len(uncovered), "quantized layer")
+        out.print(printable(f"the quantization config leaves {count} out: {listed(uncovered)}"))
     if repeats is not None:
         noise = ", ".join(f"{name} {value:.3g} dB" for name, value in repeats.sigma_db.items())
         out.print(f"repeats ({', '.join(repeats.runs)}) lie apart by: {noise}")

@@ -122,11 +122,14 @@ class QuantloadCheck:
         __tracebackhide__ = True
         file = self.baseline_file(name)
         if file in self._used:
-            pytest.fail(f"two checks of this test have the baseline {file}: give one a `name`")
+            pytest.fail(
+                f"two checks of this test have the baseline {file}: give one a `name`",
+                pytrace=False,
+            )
         self._used.add(file)
         self._tell(USED, str(file))
         if tier not in ("weights", "layers"):
-            pytest.fail(f'tier is "{tier}", expected "weights" or "layers"')
+            pytest.fail(f'tier is "{tier}", expected "weights" or "layers"', pytrace=False)
         own = {"tol_db": tol_db, "mean_tol_db": mean_tol_db, "tolerances": tolerances}
         how = {"run": tier == "layers", "only": only, "device": device, "dtype": dtype}
         with _told():
@@ -175,7 +178,10 @@ class QuantloadCheck:
         from quantload import api_baseline
 
         if ref is None:
-            pytest.fail(f"a baseline is measured against a reference: give `ref`, for {file}")
+            pytest.fail(
+                f"a baseline is measured against a reference: give `ref`, for {file}",
+                pytrace=False,
+            )
         sequences = None if tokens is None else read_given(tokens, ref)
         lost = _damage(file)
         api_baseline.write_baseline(

@@ -28,10 +28,6 @@ _FORMATS = {
     "quantization_status": "compressed",
     "checkpoint_format": "gptq",
     "packing_format": None,
-    "pack_method": None,
-    "quant_algo": None,
-    "load_in_4bit": False,
-    "load_in_8bit": False,
 }
 _OF_OBSERVERS = ("observer", "observer_kwargs", "block_structure", "actorder")
 _OF_EVERY_CACHE = ("num_bits", "type")
@@ -48,7 +44,7 @@ def quantization_facts(source: Source) -> dict[str, Any]:
     entries = source.reader.entries
     counts = entries if isinstance(entries, EntryCounts) else EntryCounts({})
     facts = {
-        "method": config.get("quant_method"),
+        "method": config.get("quant_method") or source.format_name,
         "formats": _formats(config),
         "tensors": sorted({leaf.rpartition(".")[2] for w in quantized for leaf in w.leaves}),
         "kv_cache": _cache(cache),
@@ -106,8 +102,11 @@ def changed_quantization(before: Mapping[str, Any], now: Mapping[str, Any]) -> l
         before: From `quantization_facts`; {} where nothing was quantized.
         now: The same of what is judged.
     """
-    if before == now or not before or not now:  # what is quantized, or not, layers say
+    if before == now:
         return []
+    if not before or not now:
+        what = [facts.get("method") for facts in (before, now)]
+        return list(_values({"quant_method": what[0]}, {"quant_method": what[1]}))
     return list(_changes(before, now))
 
 
@@ -138,7 +137,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
 
 def _values(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted(before.keys() | now.keys()):
-        one, other = before.get(key), now.get(key)
+        one, other = (facts.get(key, _FORMATS.get(key)) for facts in (before, now))
         if one != other:
             yield (
                 f"config: `quantization_config.{key}` is `{_shown(other)}`, expected "

@@ -58,7 +58,10 @@ CHANGES = {
     "targets": (put_into_groups(targets=["re:.*mlp.*"]), "leaves out 8 quantized modules: "),
     "format": (put(format="naive-quantized"), "config.format` is `'naive-quantized'`, expected `"),
     "no format": (lambda c: c.pop("format"), "config.format` is `absent`, expected"),
-    "status": (put(quantization_status="frozen"), "quantization_status` is `'frozen'`"),
+    "status": (
+        put(quantization_status="frozen"),
+        "quantization_status` is `'frozen'`, expected `'compressed'`",
+    ),
     "head": (put(ignore=[]), "covers 1 module in full precision: `lm_head`"),
 }
 
@@ -143,6 +146,10 @@ def test_another_file_format_of_the_same_codes_is_no_change():
         "left_plain": ["model.embed_tokens"],
     }
     assert changed_quantization(before, now) == []
+    assert changed_quantization({}, now) == [
+        "config: `quantization_config.quant_method` is `'gptq'`, expected `absent`"
+    ]
+    assert len(changed_quantization(before, {})) == 1
     assert len(changed_quantization(before, now | {"left_out": ["a", "b"]})) == 1
     assert len(changed_quantization(before, now | {"tensors": before["tensors"]})) == 2
 
@@ -192,6 +199,12 @@ def test_compare_fails_on_layers_that_the_config_leaves_out(made, tmp_path, argu
     assert found.exit_code == 1, found.output
     assert "the quantization config leaves 8 quantized layers out:" in " ".join(
         found.output.split()
+    )
+    written = CliRunner().invoke(
+        main, ["baseline", "write", str(source), str(other), str(tmp_path / "b.json")]
+    )
+    assert "the quantization config leaves 8 quantized layers out:" in " ".join(
+        written.output.split()
     )
     sound = CliRunner().invoke(main, ["compare", str(source), str(output), *arguments])
     assert sound.exit_code == 0, sound.output
