@@ -24,40 +24,47 @@ class Buffer:
     Args:
         num_bytes: Its size.
         device: On the other side; memory is page-locked for a GPU, if the system allows it.
+        is_awake: Wait in a loop that takes a core: shorter, where a copy is waited for each time.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, *, is_awake: bool = False) -> None:
         memory = _page_locked(num_bytes) if device.type == "cuda" else None
         self.memory = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory
         self.view = self.memory.numpy().data
         self._is_locked = memory is not None
+        self._is_awake = is_awake
         self._event: torch.cuda.Event | None = None
 
-    def record(self, stream: torch.cuda.Stream) -> None:
-        """Note that what a stream was given until now uses it."""
+    def record(self, stream: torch.cuda.Stream | None) -> None:
+        """Note that what a stream was given until now uses it; None for the CPU."""
+        if stream is None:
+            return
         if self._event is None:
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event(blocking=not self._is_awake)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
-    def copy_to(self, place: Tensor, *, at: int, to: int, num_bytes: int) -> None:
-        """Copy some of its bytes to the device, on the current stream, and do not wait.
+    def copy_to(
+        self, place: Tensor, *, at: int, to: int, num_bytes: int, stream: torch.cuda.Stream | None
+    ) -> None:
+        """Copy some of its bytes to the device, and do not wait.
 
         Args:
             place: [bytes] uint8, contiguous.
             at: First byte, here.
             to: First byte in `place`.
             num_bytes: How many.
+            stream: Of the device, the current one; None for the CPU.
 
         Raises:
             RuntimeError: CUDA refuses.
         """
         copy = _copy_of_runtime() if self._is_locked else None
-        if copy is None:
+        if copy is None or stream is None:
             part = self.memory[at : at + num_bytes]
             place[to : to + num_bytes].copy_(part, non_blocking=True)
             return
-        stream = torch.cuda.current_stream(place.device).cuda_stream
-        error = copy(place.data_ptr() + to, self.memory.data_ptr() + at, num_bytes, stream)
+        target, source = place.data_ptr() + to, self.memory.data_ptr() + at
+        error = copy(target, source, num_bytes, stream.cuda_stream)
         if error:
             raise RuntimeError(f"CUDA error {error} while {num_bytes} bytes are copied to a GPU")
 
@@ -114,9 +121,8 @@ class BounceBuffer:
         self._made.wait()
         return self._made
 
-    def _copied(self, buffer: Buffer) -> None:
-        if self.device.type == "cuda":
-            buffer.record(torch.cuda.current_stream(self.device))
+    def _stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def fill(self, place: Tensor, read: Callable[[memoryview, int], None]) -> None:
         """Read into a tensor on the device, and return once the last copy is done.
@@ -125,12 +131,13 @@ class BounceBuffer:
             place: [bytes] uint8.
             read: Fills memory with what is from a byte of `place` on.
         """
+        stream = self._stream()
         for at in range(0, place.numel(), self.piece_bytes):
-            part = place[at : at + self.piece_bytes]
+            num_bytes = min(self.piece_bytes, place.numel() - at)
             buffer = self.free()
-            read(buffer.view[: part.numel()], at)
-            buffer.copy_to(part, at=0, to=0, num_bytes=part.numel())
-            self._copied(buffer)
+            read(buffer.view[:num_bytes], at)
+            buffer.copy_to(place, at=0, to=at, num_bytes=num_bytes, stream=stream)
+            buffer.record(stream)
         self.free()  # who computes next would wait in a loop that takes a core
 
     def pieces_of(self, tensor: Tensor) -> Iterator[tuple[int, memoryview]]:
@@ -138,11 +145,12 @@ class BounceBuffer:
 
         Bytes are valid until the next are asked for.
         """
+        stream = self._stream()
         for at in range(0, tensor.numel(), self.piece_bytes):
             part = tensor[at : at + self.piece_bytes]
             buffer = self.free()
             buffer.memory[: part.numel()].copy_(part, non_blocking=True)
-            self._copied(buffer)
+            buffer.record(stream)
             yield at, self.free().view[: part.numel()]
 
 

@@ -1,8 +1,10 @@
 """Stream parts of a checkpoint into memory: several threads read, one takes what has arrived.
 
     CPU   threads read straight into the memory that the model will have
-    GPU   each thread has two buffers of page-locked memory. It reads into one while the other is
-          copied to the device, on a stream of its own beside that of the computations
+    GPU   each thread has a buffer of page-locked memory that it reads into and that is copied to
+          the device, on a stream beside that of the computations, while the others read. What is
+          read has to be in the cache of the processor still: with a second buffer a thread would
+          not wait for the copy, and be slower
 
 Threads take the reads in the order of the files, whoever is free the next. What is taken, and in
 which order, does not depend on them: who waits for a tensor gets it, or the error of its first read
@@ -28,7 +30,6 @@ from quantload.loader.runs import GAP_BYTES, Fetch, Read, plan_reads
 
 MIB = 1 << 20
 _ROUNDING = 512  # bytes to which torch rounds an allocation
-_BUFFERS = 2  # of a thread: one is read into, the other one copied from
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,6 @@ class Settings:
     ahead_bytes: int = 512 * MIB
     has_buffers: bool = True
 
-    @property
-    def ring_bytes(self) -> int:
-        """Bytes of all buffers together."""
-        return self.threads * _BUFFERS * self.read_bytes if self.has_buffers else 0
-
     @classmethod
     def of(cls, device: torch.device) -> Settings:
         """Return what serves a device: processes of one host share its cores."""
@@ -64,7 +60,7 @@ class Settings:
             return cls(
                 threads=min(4, cores), read_bytes=16 * MIB, ahead_bytes=64 * MIB, has_buffers=False
             )
-        return cls(threads=min(12, cores), read_bytes=8 * MIB)  # measured on an H200, 16 cores
+        return cls(threads=min(16, cores), read_bytes=8 * MIB)  # measured on an H200, 16 cores
 
 
 class Stream:
@@ -196,12 +192,14 @@ class Stream:
     # -- reading -------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        buffers = list[Buffer]()
         try:
             with self._on_copies():
+                buffer = None
                 while (read := self._taken()) is not None:
-                    self._fetch(read, buffers)
-                for buffer in buffers:  # memory that is given back may be another's at once
+                    if buffer is None and self.settings.has_buffers:
+                        buffer = Buffer(self.settings.read_bytes, self.device, is_awake=True)
+                    self._fetch(read, buffer)
+                if buffer is not None:  # memory that is given back may be another's at once
                     buffer.wait()
         except BaseException as error:  # noqa: BLE001 - raised again by who waits
             with self._lock:
@@ -224,13 +222,13 @@ class Stream:
                 self._has_room.wait()
             return None
 
-    def _fetch(self, read: Read, buffers: list[Buffer]) -> None:
+    def _fetch(self, read: Read, buffer: Buffer | None) -> None:
         error: BaseException | None = None
         try:
-            if self.settings.has_buffers:
-                self._read_through_buffer(read, buffers)
-            else:
+            if buffer is None:
                 self._files.fill(read, self._places_of(read))
+            else:
+                self._read_through(buffer, read)
         except BaseException as caught:  # noqa: BLE001 - raised again by who waits for the read
             error = caught
         with self._lock:
@@ -239,19 +237,18 @@ class Stream:
             if self._awaited is read:
                 self._arrived.notify_all()
 
-    def _read_through_buffer(self, read: Read, buffers: list[Buffer]) -> None:
-        if len(buffers) < _BUFFERS:
-            buffer = Buffer(self.settings.read_bytes, self.device)
-        else:
-            buffer = buffers.pop(0)
-        buffers.append(buffer)
+    def _read_through(self, buffer: Buffer, read: Read) -> None:
         buffer.wait()
         self._files.fill(read, [buffer.view[: read.num_bytes]])
         for part in read.parts:
-            place = self._memory_of(part.fetch)
-            buffer.copy_to(place, at=part.at, to=part.to, num_bytes=part.num_bytes)
-        if self._copies is not None:
-            buffer.record(self._copies)
+            buffer.copy_to(
+                self._memory_of(part.fetch),
+                at=part.at,
+                to=part.to,
+                num_bytes=part.num_bytes,
+                stream=self._copies,
+            )
+        buffer.record(self._copies)
 
     def _places_of(self, read: Read) -> list[memoryview]:
         """Return the memory of a read's parts, with something between them for the gaps."""

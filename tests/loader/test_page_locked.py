@@ -48,9 +48,9 @@ def test_some_bytes_are_copied(device):
     buffer = Buffer(100, torch.device(device))
     buffer.memory[:] = some_bytes(100)
     place = torch.zeros(50, dtype=torch.uint8, device=device)
-    buffer.copy_to(place, at=30, to=7, num_bytes=20)
-    if device == "cuda":
-        buffer.record(torch.cuda.current_stream())
+    stream = torch.cuda.current_stream() if device == "cuda" else None
+    buffer.copy_to(place, at=30, to=7, num_bytes=20, stream=stream)
+    buffer.record(stream)
     buffer.wait()
     expected = torch.zeros(50, dtype=torch.uint8)
     expected[7:27] = buffer.memory[30:50]
@@ -64,7 +64,7 @@ def test_a_copy_that_cuda_refuses(monkeypatch):
     buffer = Buffer(100, torch.device("cuda"))
     place = torch.zeros(50, dtype=torch.uint8, device="cuda")
     with pytest.raises(RuntimeError, match="CUDA error 700 while 10 bytes"):
-        buffer.copy_to(place, at=0, to=0, num_bytes=10)
+        buffer.copy_to(place, at=0, to=0, num_bytes=10, stream=torch.cuda.current_stream())
 
 
 @pytest.mark.gpu

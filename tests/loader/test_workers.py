@@ -173,3 +173,11 @@ def test_threads_of_a_process():
     cores = len(os.sched_getaffinity(0))
     assert Resources().threads() == cores
     assert Resources().threads(processes=cores) == Resources().threads(processes=10 * cores) == 1
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 1), (4, 3), (16, 12)])
+def test_a_gpu_leaves_cores_to_digests(monkeypatch, cores, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert Resources(device=torch.device("cuda")).threads() == expected
+    assert Resources().threads() == cores
+    assert Resources(device=torch.device("cuda"), workers=5).threads() == 5
