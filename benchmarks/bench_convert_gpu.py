@@ -4,9 +4,9 @@
 
 Writes a model with `synthetic_models.py` if FOLDER has none, then prints for each scheme and number
 of workers: seconds, GB of input a second, the part of the copy, and what the cores allow. Limits
-are measured in the same process: a page-locked copy to the device; and, by as many threads, the
-same bytes read from the page cache, bytes written to new files, and sha256. A conversion reads its
-input, writes its output and hashes it, and these three share the cores: `cores` is the rate at
+are measured in the same process: a page-locked copy to the device; and, by a thread on each core,
+the same bytes read from the page cache, bytes written to new files, and sha256. A conversion reads
+its input, writes its output and hashes it, and these three share the cores: `cores` is the rate at
 which all of them would be busy with nothing else.
 
 The output is removed before each run; what lies on a disk is written back by the system while the
@@ -145,13 +145,12 @@ def main() -> None:
                 pass
     limit = copy_limit(total)
     print(f"{total / GB:.1f} GB; copy to the device {limit:.1f} GB/s", flush=True)
-    limits = {}
-    for threads in arguments.workers:
-        read = read_limit(files, threads)
-        write = write_limit(arguments.folder, total // 2, threads)
-        digest = digest_limit(total // 2, threads)
-        limits[threads] = read, write, digest
-        print(f"{threads} threads: read {read:.1f}, write {write:.1f}, sha256 {digest:.1f} GB/s")
+    threads = len(os.sched_getaffinity(0))
+    read = read_limit(files, threads)
+    write = write_limit(arguments.folder, total // 2, threads)
+    digest = digest_limit(total // 2, threads)
+    print(f"{threads} cores: read {read:.1f}, write {write:.1f}, sha256 {digest:.1f} GB/s", end="")
+    print(f"; one core: sha256 {digest_limit(total // 16, 1):.2f} GB/s", flush=True)
     print(f"{'scheme':12} workers {'s':>6} {'GB/s':>6} {'written':>8} of the copy {'cores':>6}")
     for scheme in arguments.schemes:
         plan = plan_of(source, scheme, int(arguments.max_shard_size * GB))
@@ -159,7 +158,6 @@ def main() -> None:
         for workers in arguments.workers:
             seconds = [seconds_of(plan, out, workers) for _ in range(arguments.rounds + 1)]
             median = statistics.median(seconds[1:])  # the first loads kernels
-            read, write, digest = limits[workers]
             rate, cores = (
                 total / median,
                 total / (total / read + written / write + written / digest),
