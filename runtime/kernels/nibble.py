@@ -33,6 +33,7 @@ from quantload.runtime.kernels.nibble_plan import (
     by_rule,
     card_of,
     fitted,
+    overlaps,
     plan_for,
     without_copy_engine,
 )
@@ -156,7 +157,7 @@ def _served(
     """Return the plan, or the nearest one whose kernel can read the weight and the inputs."""
     if plan.path == "gemv" and weight.is_folded:
         return fitted(by_rule(tokens, _shape(weight), card_of(device), plain=True), weight)
-    if plan.path == "overlap" and not _overlaps(weight):
+    if plan.path == "overlap" and not overlaps(weight):
         plan = replace(plan, path="mid", after=False)
     if plan.path in ("mid", "overlap") and not is_aligned:
         return fitted(without_copy_engine(tokens, _shape(weight), card_of(device)), weight)
@@ -166,15 +167,6 @@ def _served(
 def _shape(weight: NibbleWeight) -> tuple[int, int, int]:
     blocks, rows, columns = weight.words.shape
     return blocks, rows, columns
-
-
-def _overlaps(weight: NibbleWeight) -> bool:
-    """True if the kernel in which unpacking and products overlap serves the weight."""
-    if weight.is_folded:
-        return True
-    of_pairs = _form(weight)["GROUP_SLICES"] == 2
-    is_served = weight.form in ("int", "zero") and weight.kind == "bf16"
-    return is_served and of_pairs and weight.dtype == torch.bfloat16
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -14,8 +14,18 @@ from quantload.runtime import launch_settings
 if TYPE_CHECKING:
     from quantload.runtime.kernels.nibble_weight import NibbleWeight
 
-__all__ = ["Plan", "by_rule", "candidates", "card_of", "fitted", "kernel_name", "plan_for"]
+__all__ = [
+    "Plan",
+    "by_rule",
+    "candidates",
+    "card_of",
+    "fitted",
+    "kernel_name",
+    "overlaps",
+    "plan_for",
+]
 
+_ENOUGH_TILES = 90  # for one program a tile, on a card of about 132 processors
 _PROCESSORS = 132  # of the cards that settings are searched on; others search a bit beside
 _Path = Literal["decode", "mid", "dense", "gemv", "parallel", "overlap"]
 _PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "overlap")
@@ -97,13 +107,36 @@ def plan_for(weight: NibbleWeight, tokens: int, device: torch.device) -> Plan:
         plan = Plan.from_settings(settings)
     else:
         plan = by_rule(tokens, (blocks, rows, columns), card)
-        if weight.is_folded and plan.path == "mid":
-            plan = replace(plan, stages=4, step=32)  # scales take some of the shared memory
+        if plan.path == "mid":
+            plan = _of_many(plan, weight, tokens)
     if not _is_served(plan, weight):
         plan = by_rule(tokens, (blocks, rows, columns), card, plain=True)
     if plan.path == "mid":
         plan = _busy(plan, tokens, rows, blocks, card.processors)
     return fitted(plan, weight)
+
+
+def overlaps(weight: NibbleWeight) -> bool:
+    """True if the kernel in which unpacking and products overlap serves the weight."""
+    if weight.is_folded:
+        return True
+    of_pairs = weight.group == 2 * weight.words.shape[2] and weight.group < weight.features
+    is_served = weight.form in ("int", "zero") and weight.kind == "bf16"
+    return is_served and of_pairs and weight.dtype == torch.bfloat16
+
+
+def _of_many(plan: Plan, weight: NibbleWeight, tokens: int) -> Plan:
+    """Return the plan of hundreds of tokens for a weight: overlapping where tiles are enough."""
+    tiles = -(-weight.rows // 128)
+    if overlaps(weight):
+        for size, stages in ((128, 2), (64, 3)):
+            if tiles * -(-tokens // size) >= _ENOUGH_TILES:
+                return Plan(
+                    "overlap", rows=128, tokens=size, warps=8, stages=stages, step=64, swizzle=8
+                )  # fmt: skip
+    if weight.is_folded:
+        return replace(plan, stages=4, step=32)  # scales take some of the shared memory
+    return plan
 
 
 def _busy(plan: Plan, tokens: int, rows: int, blocks: int, processors: int) -> Plan:
