@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -32,6 +33,7 @@ _log = logging.getLogger("quantload")
 
 _OWN, _IN_PLACE = "its own forward", "the same operations, in place"
 _REPORTS = "fast_path_reports"
+_KEPT = frozenset({*nn.Module().__dict__, "layer_idx", "prefix"})  # what each module has of its own
 
 Found = TypeVar("Found", GluFormula, NormFormula)
 
@@ -110,8 +112,7 @@ def _settings(module: nn.Module) -> tuple[object, ...]:
     """Return what a module of a class may compute differently by, as a key."""
     plain = (str, int, float, bool, tuple, torch.dtype, type(None))
     own = ((k, v if isinstance(v, plain) else id(v)) for k, v in module.__dict__.items())
-    kept = {*nn.Module().__dict__, "layer_idx", "prefix"}  # what each has of its own
-    values = [(k, v) for k, v in own if k not in kept and not k.startswith(("_forward", "_back"))]
+    values = [(k, v) for k, v in own if k not in _KEPT and not k.startswith(("_forward", "_back"))]
     weights = [(k, p.shape, p.dtype) for k, p in module._parameters.items() if p is not None]
     children = [(k, type(c), _sizes(c)) for k, c in module._modules.items()]
     return (*sorted(values, key=lambda v: v[0]), *weights, *children)
@@ -122,8 +123,8 @@ def _sizes(child: nn.Module | None) -> tuple[object, ...]:
 
 
 def _device(module: nn.Module) -> torch.device:
-    tensors = (*module.parameters(), *module.buffers())
-    return tensors[0].device if tensors else torch.device("cpu")
+    first = next(chain(module.parameters(), module.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _take_glu(
