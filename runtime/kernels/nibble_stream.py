@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quantload.runtime.kernels.stream_epilogues import (
     rms_factor,
+    squares_of_lane,
     sum_of_rows,
     write_gated,
     write_plain,
@@ -39,9 +40,10 @@ from quantload.runtime.kernels.warp_streams import (
     copy_16,
     copy_tile,
     floats_at,
-    move_16,
+    load_16,
     rows_at,
     shared_start,
+    store_16,
     store_rows,
     store_two,
     sync,
@@ -222,31 +224,44 @@ def _ask_scales(
 
 
 @gluon.jit
-def _take_inputs(
-    x, inputs, excess, blocks, warp, lane, q, turned, nothing, first,
-    NW: gl.constexpr,
+def _ask_inputs(x, blocks, warp, lane, JX: gl.constexpr, NW: gl.constexpr):
+    """Load a warp's JX blocks of x, all at once."""
+    found = ()
+    for j in gl.static_range(JX):
+        at = gl.minimum(warp + j * NW, blocks - 1) * 512 + lane * 16
+        new = load_16(x.to(gl.int64) + at.to(gl.int64))
+        found = found + (new,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _keep_inputs(
+    found, inputs, excess, blocks, warp, lane, q, turned, nothing, first,
+    JX: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Put x into shared memory, and -136 times the sum of x of each group."""
-    for begin in range(0, blocks, NW):
-        block = begin + warp
+    for j in gl.static_range(JX):
+        block = warp + j * NW
         inside = (block < blocks).to(gl.int32)
-        block = gl.minimum(block, blocks - 1)
-        at = inputs + block * 512
-        source = x.to(gl.int64) + (block * 512 + lane * 16).to(gl.int64)
-        move_16(at + lane * 16, source, inside)
-        sync(lane)
-        sums = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-        sums = _excess_of(sums, _inputs_at(at + q * 16 + turned))
-        sums = _excess_of(sums, _inputs_at(at + q * 16 + (64 - turned)))
-        store_two(excess + block * 8, sums[0], sums[4], first & inside)
+        store_16(inputs + block * 512 + lane * 16, found[j], inside)
+    sync(lane)
+    none = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    for j in gl.static_range(JX):
+        block = gl.minimum(warp + j * NW, blocks - 1)
+        at = inputs + block * 512 + q * 16
+        one, two = _inputs_at(at + turned), _inputs_at(at + (64 - turned))
+        sums, more = _excess_of(none, one), _excess_of(none, two)
+        inside = (warp + j * NW < blocks).to(gl.int32)
+        store_two(excess + block * 8, sums[0] + more[0], sums[4] + more[4], first & inside)
 
 
 @gluon.jit(do_not_specialize=["blocks", "units"])
 def nibble_stream(  # noqa: C901 - what is not there is compiled out
     x, words, scale, bias, out, squares_in, hidden, weight, scaled, squares, peaks,
     N, blocks, units, half_rows, norm_width, eps,
-    UNITS: gl.constexpr, J: gl.constexpr, R: gl.constexpr, S: gl.constexpr, WK: gl.constexpr,
-    GLU: gl.constexpr, RESIDUAL: gl.constexpr, OFFSET: gl.constexpr, NORMED: gl.constexpr,
+    UNITS: gl.constexpr, J: gl.constexpr, JX: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
+    WK: gl.constexpr, GLU: gl.constexpr, RESIDUAL: gl.constexpr, OFFSET: gl.constexpr,
+    NORMED: gl.constexpr,
     TILES_IN: gl.constexpr, EVEN: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
     SIZE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -255,10 +270,10 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     x [K], words [blocks, N, 64], scale [blocks, N] int32 (two bfloat16), bias [N] or None; with
     NORMED squares_in [norm_width / 16] float32; with RESIDUAL hidden and weight [N], out is the new
     stream, scaled [N] that times the weight, squares [N / 16]; peaks [N / 16] float32 or None.
-    blocks is K / 256, units are groups of R tiles, at most UNITS of them a
-    program's, J = ceil(blocks /
-    WK). S slots; EVEN: WK divides blocks; LATE: the next kernel starts behind the loop; EARLY:
-    launched before the one ahead has ended; SIZE KB of shared memory.
+    blocks is K / 256, units are groups of R tiles, at most UNITS of them a program's, J =
+    ceil(blocks / WK), JX = ceil(blocks / warps). S slots; EVEN: WK divides blocks; LATE: the next
+    kernel starts behind the loop; EARLY: launched before the one ahead has ended; SIZE KB of shared
+    memory.
     """
     NW: gl.constexpr = num_warps
     T: gl.constexpr = 32 * NW
@@ -299,11 +314,12 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
              J, R, WK, WN, GLU)  # fmt: skip
     if EARLY:
         gdc_wait()
+    found = _ask_inputs(x, blocks, warp, lane, JX, NW)
     nothing = gl.full([T], 0.0, gl.float32, layout=ONE)
-    factor = nothing + 1.0
+    part_of_squares = nothing
     if NORMED:
-        factor = rms_factor(squares_in, norm_width, eps, lane, TILES_IN)
-    _take_inputs(x, inputs, excess, blocks, warp, lane, q, turned, nothing, first, NW)
+        part_of_squares = squares_of_lane(squares_in, norm_width, lane, TILES_IN)
+    _keep_inputs(found, inputs, excess, blocks, warp, lane, q, turned, nothing, first, JX, NW)
     wait_for_all_but(thread, S)  # scales are there
     gl.thread_barrier()
     item = 0
@@ -342,6 +358,9 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
             store_rows(to, sums[r][0], sums[r][1], ((q == 0) & (unit < mine)).to(gl.int32))
     if EARLY and LATE:
         gdc_launch_dependents()
+    factor = nothing + 1.0
+    if NORMED:
+        factor = rms_factor(part_of_squares, norm_width, eps)
     gl.thread_barrier()
     for begin in range(0, mine * ROWS, T):
         index = begin + thread

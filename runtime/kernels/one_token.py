@@ -287,7 +287,8 @@ def _shape(bytes_of, rows: int, blocks: int, device: torch.device, settings: lis
     size = max(_needed(bytes_of, blocks, most, tiles, slots, warps, beside), least * 1024)
     early = launches_early(device)
     constants = {
-        "UNITS": most, "J": -(-blocks // beside), "R": tiles, "S": slots, "WK": beside,
+        "UNITS": most, "J": -(-blocks // beside), "JX": -(-blocks // warps), "R": tiles,
+        "S": slots, "WK": beside,
         "EVEN": blocks % beside == 0, "LATE": bool(late), "EARLY": early, "SIZE": size // 1024,
         "num_warps": warps, **({"launch_pdl": True} if early else {}),
     }  # fmt: skip

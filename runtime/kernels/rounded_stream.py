@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quantload.runtime.kernels.stream_epilogues import (
     rms_factor,
+    squares_of_lane,
     sum_of_rows,
     write_gated,
     write_plain,
@@ -81,6 +82,7 @@ INPUTS = gl.constexpr(
     "ld.shared.v4.b32 {$12, $13, $14, $15}, [$17 + 128]; }"
 )
 INPUTS_OPS = gl.constexpr(",".join(["=r"] * 16 + ["r", "r"]))
+LOAD_8 = gl.constexpr("{ ld.global.v2.b32 {$0, $1}, [$2]; }")
 TO_CODES = gl.constexpr(
     "{ .reg .b16 l; .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; "
     "cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }"
@@ -154,31 +156,49 @@ def _peak_of(peaks, lane, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _codes_of(x, inverse, inside):
-    """Return the codes of 4 values times `inverse`."""
-    v0 = gl.load(x, mask=inside, other=0.0).to(gl.float32) * inverse
-    v1 = gl.load(x + 1, mask=inside, other=0.0).to(gl.float32) * inverse
-    v2 = gl.load(x + 2, mask=inside, other=0.0).to(gl.float32) * inverse
-    v3 = gl.load(x + 3, mask=inside, other=0.0).to(gl.float32) * inverse
+def _codes_of(pairs, inverse):
+    """Return the codes of 4 values, two bfloat16 each, times `inverse`."""
+    a, b = pairs
+    v0 = (a << 16).to(gl.float32, bitcast=True) * inverse
+    v1 = (a & -65536).to(gl.float32, bitcast=True) * inverse
+    v2 = (b << 16).to(gl.float32, bitcast=True) * inverse
+    v3 = (b & -65536).to(gl.float32, bitcast=True) * inverse
     return gl.inline_asm_elementwise(
         TO_CODES, "=r,f,f,f,f", [v0, v1, v2, v3], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def _take_inputs(x, inputs, inverse, blocks, warp, lane, NW: gl.constexpr, VALUES: gl.constexpr):
+def _ask_inputs(x, blocks, warp, lane, JX: gl.constexpr, NW: gl.constexpr, VALUES: gl.constexpr):
+    """Load what a lane has of x, 4 columns of each of a warp's JX blocks, all at once."""
+    found = ()
+    for j in gl.static_range(JX):
+        at = gl.minimum(warp + j * NW, blocks - 1) * 32 + lane
+        if VALUES:
+            place = x.to(gl.int64) + at.to(gl.int64) * 8
+            new = gl.inline_asm_elementwise(
+                LOAD_8, "=r,=r,l", [place], dtype=(gl.int32, gl.int32), is_pure=False, pack=1
+            )
+        else:
+            new = (gl.load(x + at), at)
+        found = found + (new,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _keep_inputs(
+    found, inputs, inverse, blocks, warp, lane,
+    JX: gl.constexpr, NW: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
     """Put x into shared memory, as float16 of its codes."""
     # column c of a block: half c / 64, part c / 16 % 4, of that the first or second 8 columns
     spot = lane // 2 % 2 * 128 + lane // 16 * 64 + lane // 4 % 4 * 16 + lane % 2 * 8
-    for begin in range(0, blocks, NW):
-        block = begin + warp
-        inside = block < blocks
-        if VALUES:
-            four = _codes_of(x + block * 128 + lane * 4, inverse, inside)
-        else:
-            four = gl.load(x + block * 32 + lane, mask=inside, other=0)
+    for j in gl.static_range(JX):
+        block = warp + j * NW
+        inside = (block < blocks).to(gl.int32)
+        four = _codes_of(found[j], inverse) if VALUES else found[j][0]
         gl.inline_asm_elementwise(
-            PUT_CODES, "=r,r,r,r", [inputs + block * 256 + spot, four, inside.to(gl.int32)],
+            PUT_CODES, "=r,r,r,r", [inputs + block * 256 + spot, four, inside],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
@@ -187,10 +207,10 @@ def _take_inputs(x, inputs, inverse, blocks, warp, lane, NW: gl.constexpr, VALUE
 def rounded_stream(  # noqa: C901 - what is not there is compiled out
     x, x_scale, peaks_in, squares_in, codes, w_scale, bias, out, hidden, weight, scaled, squares,
     peaks, K, blocks, units, half_rows, norm_width, eps,
-    UNITS: gl.constexpr, J: gl.constexpr, R: gl.constexpr, S: gl.constexpr, WK: gl.constexpr,
-    GLU: gl.constexpr, RESIDUAL: gl.constexpr, OFFSET: gl.constexpr, NORMED: gl.constexpr,
-    PEAKS_IN: gl.constexpr, TILES_IN: gl.constexpr, EVEN: gl.constexpr, LATE: gl.constexpr,
-    EARLY: gl.constexpr, SIZE: gl.constexpr, num_warps: gl.constexpr,
+    UNITS: gl.constexpr, J: gl.constexpr, JX: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
+    WK: gl.constexpr, GLU: gl.constexpr, RESIDUAL: gl.constexpr, OFFSET: gl.constexpr,
+    NORMED: gl.constexpr, PEAKS_IN: gl.constexpr, TILES_IN: gl.constexpr, EVEN: gl.constexpr,
+    LATE: gl.constexpr, EARLY: gl.constexpr, SIZE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Write out [N], or [N / 2] with GLU; see the top of this file.
 
@@ -229,6 +249,7 @@ def rounded_stream(  # noqa: C901 - what is not there is compiled out
              J, R, WK, WN, GLU)  # fmt: skip
     if EARLY:
         gdc_wait()
+    found = _ask_inputs(x, blocks, warp, lane, JX, NW, PEAKS_IN > 0)
     nothing = gl.full([T], 0.0, gl.float32, layout=ONE)
     inverse = nothing
     if PEAKS_IN:
@@ -237,10 +258,10 @@ def rounded_stream(  # noqa: C901 - what is not there is compiled out
         factor = peak / LARGEST
     else:
         factor = gl.load(x_scale) + nothing
+    part_of_squares = nothing
     if NORMED:
-        factor = factor * rms_factor(squares_in, norm_width, eps, lane, TILES_IN)
-    factor = factor + (factor - factor)  # what is not finite makes NaN, whatever its codes are
-    _take_inputs(x, inputs, inverse, blocks, warp, lane, NW, PEAKS_IN > 0)
+        part_of_squares = squares_of_lane(squares_in, norm_width, lane, TILES_IN)
+    _keep_inputs(found, inputs, inverse, blocks, warp, lane, JX, NW, PEAKS_IN > 0)
     gl.thread_barrier()
     item = 0
     slot = 0
@@ -279,6 +300,9 @@ def rounded_stream(  # noqa: C901 - what is not there is compiled out
             store_rows(to, low, high, ((q == 0) & (unit < mine)).to(gl.int32))
     if EARLY and LATE:
         gdc_launch_dependents()
+    if NORMED:
+        factor = factor * rms_factor(part_of_squares, norm_width, eps)
+    factor = factor + (factor - factor)  # what is not finite makes NaN, whatever its codes are
     gl.thread_barrier()
     for begin in range(0, mine * ROWS, T):
         index = begin + thread

@@ -16,17 +16,30 @@ from triton.language.extra import libdevice
 
 from quantload.runtime.kernels.warp_streams import highest, sum_of_parts, summed
 
-__all__ = ["rms_factor", "sum_of_rows", "write_gated", "write_plain", "write_residual"]
+__all__ = [
+    "rms_factor",
+    "squares_of_lane",
+    "sum_of_rows",
+    "write_gated",
+    "write_plain",
+    "write_residual",
+]
 
 
 @gluon.jit
-def rms_factor(squares, width, eps, lane, TILES: gl.constexpr):
-    """Return 1 / rms from sums of squares of 16 each, in every lane."""
+def squares_of_lane(squares, width, lane, TILES: gl.constexpr):
+    """Return a lane's part of the sum over squares of 16 each."""
     total = lane * 0.0
     for u in gl.static_range(TILES // 32):
         tile = lane + 32 * u
         total = total + gl.load(squares + tile, mask=tile < width // 16, other=0.0)
-    return gl.rsqrt(summed(total, 32) / width + eps)
+    return total
+
+
+@gluon.jit
+def rms_factor(part, width, eps):
+    """Return 1 / rms of lanes' parts of a sum of squares, in every lane."""
+    return gl.rsqrt(summed(part, 32) / width + eps)
 
 
 @gluon.jit

@@ -28,9 +28,10 @@ __all__ = [
     "float_at",
     "floats_at",
     "highest",
-    "move_16",
+    "load_16",
     "rows_at",
     "shared_start",
+    "store_16",
     "store_rows",
     "store_two",
     "sum_of_parts",
@@ -64,10 +65,10 @@ COPY_ROWS = gl.constexpr(
     "@p cp.async.cg.shared.global [$1 + 1024], [a], 16; add.s64 a, a, $3; "
     "@p cp.async.cg.shared.global [$1 + 1536], [a], 16; }"
 )
-MOVE_16 = gl.constexpr(
-    "{ .reg .pred p; .reg .b32 a; .reg .b32 b; .reg .b32 c; .reg .b32 d; mov.b32 $0, 0; "
-    "setp.ne.b32 p, $3, 0; @p ld.global.v4.b32 {a, b, c, d}, [$2]; "
-    "@p st.shared.v4.b32 [$1], {a, b, c, d}; }"
+LOAD_16 = gl.constexpr("{ ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }")
+STORE_16 = gl.constexpr(
+    "{ .reg .pred p; mov.b32 $0, 0; setp.ne.b32 p, $6, 0; "
+    "@p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; }"
 )
 WORDS = gl.constexpr(
     "{ ld.shared.v4.b32 {$0, $1, $2, $3}, [$16]; ld.shared.v4.b32 {$4, $5, $6, $7}, [$17]; "
@@ -138,11 +139,21 @@ def copy_rows(to, source, four_rows, wanted):
 
 
 @gluon.jit
-def move_16(to, source, wanted):
-    """Copy 16 bytes at once."""
+def load_16(source):
+    """Return 4 registers from memory."""
+    return gl.inline_asm_elementwise(
+        LOAD_16, "=r,=r,=r,=r,l", [source], dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_16(to, value, wanted):
+    """Put 4 registers into shared memory."""
     gl.inline_asm_elementwise(
-        MOVE_16, "=r,r,l,r", [to, source, wanted], dtype=gl.int32, is_pure=False, pack=1
-    )
+        STORE_16, "=r,r,r,r,r,r,r", [to, value[0], value[1], value[2], value[3], wanted],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
