@@ -42,7 +42,7 @@ from quantload.accuracy.baseline_measure import (
 )
 from quantload.accuracy.baseline_model_gates import about_blocks, about_end
 from quantload.accuracy.baseline_quantization import changed_quantization, quantization_facts
-from quantload.accuracy.baseline_sketch import Sketch, read_sketch
+from quantload.accuracy.baseline_sketch import Sketch, read_sketch, sketch_place
 from quantload.accuracy.baseline_tokens import tokens_of
 from quantload.accuracy.baseline_tolerances import Tolerances, widened
 from quantload.accuracy.baseline_verdict import FEWEST_TOKENS, BaselineReport, judge
@@ -202,7 +202,7 @@ def check_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
         _check_reference_config(baseline, source)
     how = Measuring(known=baseline.layers, only=only, again=measure_all)
     if source is None and (kept := baseline.sketch) is not None:
-        lazily = cache(lambda: read_sketch(place.with_name(kept.file), kept.sha256))
+        lazily = cache(lambda: read_sketch(sketch_place(place, kept.file), kept.sha256))
         how = replace(how, sketch=lazily, sigma_db=kept.sigma_db)
     now = measured_layers(source, opened, setting.progress, how)
     asked = {name: layer for name, layer in baseline.layers.items() if fnmatchcase(name, only)}

@@ -80,6 +80,7 @@ def write(
     """
     from quantload import api_baseline
     from quantload.accuracy.baseline_config import changed_facts
+    from quantload.accuracy.baseline_sketch import sketch_place
     from quantload.accuracy.baseline_verdict import FEWEST_TOKENS
     from quantload.cli_output import BarProgress, console, print_json
 
@@ -131,7 +132,7 @@ def write(
         out.print(f"repeats ({', '.join(repeats.runs)}) lie apart by: {noise}")
     if made.sketch is not None:
         out.print(
-            f"{file.with_name(made.sketch.file)}: its estimates are off by "
+            f"{sketch_place(file, made.sketch.file)}: its estimates are off by "
             f"{made.sketch.sigma_db:.2f} dB (rms)"
         )
 

@@ -23,7 +23,7 @@ from quantload.accuracy.baseline_check import (
 from quantload.accuracy.baseline_config import kept_facts
 from quantload.accuracy.baseline_quantization import quantization_facts
 from quantload.accuracy.baseline_repeats import repeats_of
-from quantload.accuracy.baseline_sketch import SKETCH_SUFFIX
+from quantload.accuracy.baseline_sketch import SKETCH_SUFFIX, sketch_place
 from quantload.accuracy.baseline_tolerances import Repeats
 from quantload.accuracy.baseline_verdict import change_db
 from quantload.errors import ConfigError, NotComparable, OutputError, counted
@@ -238,7 +238,7 @@ def kept_sketch(how: Measuring, made: Baseline, file: Path) -> KeptSketch:
         OutputError: It cannot be written.
     """
     assert how.collects is not None, "a sketch was collected"
-    place = file.with_name(file.name.removesuffix(".json") + SKETCH_SUFFIX)
+    place = sketch_place(file, file.name.removesuffix(".json") + SKETCH_SUFFIX)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

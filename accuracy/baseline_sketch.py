@@ -124,6 +124,17 @@ def read_sketch(file: Path, sha256: str) -> Sketch:
     return Sketch(parts, dict(zip(parts, norms, strict=True)))
 
 
+def sketch_place(baseline: Path, name: str) -> Path:
+    """Return where the sketch of a baseline lies: beside it.
+
+    Of a link it lies beside the file that this leads to, unless there is one beside the link.
+    """
+    beside = baseline.with_name(name)
+    if not baseline.is_symlink() or beside.exists():
+        return beside
+    return Path(os.path.realpath(baseline)).with_name(name)
+
+
 def file_digest(file: Path) -> str:
     """Return the sha256 of a file, 64 hexadecimal digits."""
     with file.open("rb") as stream:
@@ -178,4 +189,4 @@ def _signs(seed: str, length: int, count: int) -> Tensor | None:
     return signs.reshape(length, count) if count == COLUMNS else signs.reshape(count, length)
 
 
-__all__ = ["SKETCH_SUFFIX", "Sketch", "file_digest", "read_sketch"]
+__all__ = ["SKETCH_SUFFIX", "Sketch", "file_digest", "read_sketch", "sketch_place"]

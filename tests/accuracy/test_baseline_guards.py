@@ -277,6 +277,28 @@ def test_links_pipes_and_folders_are_written_as_what_they_are(tmp_path):
     assert [file.name for file in target.parent.iterdir()] == ["b.json"]
 
 
+def test_a_sketch_lies_beside_the_baseline_that_a_link_leads_to(made, tmp_path):
+    source, output, *_ = made
+    for name in ("there", "here"):
+        (tmp_path / name).mkdir()
+    real, link = tmp_path / "there" / "b.json", tmp_path / "here" / "link.json"
+    link.symlink_to(real)
+
+    def halve(tensors):
+        tensors[f"{UP}.weight_scale"] /= 2
+
+    other = copied(tmp_path / "other", output, tensors=halve)
+    for _ in range(2):  # it replaces what it wrote
+        kept = api_baseline.write_baseline(source, output, link, sketch=True, overwrite=True)
+        for file in (link, real):
+            report = check(other, file)
+            assert [verdict.name for verdict in report.estimated] == [UP]
+    assert [file.name for file in link.parent.iterdir()] == ["link.json"]
+    here = link.with_name(kept.sketch.file)
+    real.with_name(kept.sketch.file).rename(here)
+    assert check(other, link).estimated  # as a build that links each file has it
+
+
 def test_sketches_are_written_through_links_and_a_full_disk_is_no_half_work(tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     link = tmp_path / "x.safetensors"
