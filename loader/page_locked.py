@@ -35,13 +35,13 @@ class Buffer:
         self._is_awake = is_awake
         self._event: torch.cuda.Event | None = None
 
-    def record(self, stream: torch.cuda.Stream | None) -> None:
-        """Note that what a stream was given until now uses it; None for the CPU."""
+    def record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """Note that what a stream was given until now uses it; the CPU has none, and no event."""
         if stream is None:
-            return
-        if self._event is None:
-            self._event = torch.cuda.Event(blocking=not self._is_awake)  # type: ignore[no-untyped-call]
+            return None
+        self._event = torch.cuda.Event(blocking=not self._is_awake)  # type: ignore[no-untyped-call]
         self._event.record(stream)
+        return self._event
 
     def copy_to(
         self, place: Tensor, *, at: int, to: int, num_bytes: int, stream: torch.cuda.Stream | None

@@ -7,7 +7,7 @@ between them too, and long parts in several reads, so that several threads work 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -112,6 +112,7 @@ class Read:
         index: Its number.
         is_done: True once the bytes are there, or never will be.
         error: Why they never will.
+        event: On a GPU, what says that they have arrived.
     """
 
     file: Path
@@ -123,6 +124,7 @@ class Read:
     index: int = -1
     is_done: bool = False
     error: BaseException | None = None
+    event: torch.cuda.Event | None = field(default=None, repr=False)
 
 
 def plan_reads(fetches: Sequence[Fetch], *, read_bytes: int, gap_bytes: int) -> list[Read]:

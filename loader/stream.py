@@ -170,9 +170,11 @@ class Stream:
             self._awaited = None
             if error := next((r.error for r in reads if r.error), self._broken):
                 raise error
-        if self._copies is not None and reads:
-            # one event for all copies until now: some may be of later reads, they do not take long
-            torch.cuda.current_stream(self.device).wait_stream(self._copies)
+        if self._copies is not None:
+            stream = torch.cuda.current_stream(self.device)
+            for read in reads:
+                assert read.event is not None, "a read that is done was copied"
+                stream.wait_event(read.event)
         for fetch in wanted:
             self._hand_over(fetch)
 
@@ -248,7 +250,7 @@ class Stream:
                 num_bytes=part.num_bytes,
                 stream=self._copies,
             )
-        buffer.record(self._copies)
+        read.event = buffer.record(self._copies)
 
     def _places_of(self, read: Read) -> list[memoryview]:
         """Return the memory of a read's parts, with something between them for the gaps."""

@@ -132,8 +132,11 @@ def _check_values(
     scheme, leaves = weight_of(weight.scheme), weight.leaves
     where = f", in `{checkpoint_name}`"
     code_leaf = "weight" if "weight" in leaves else "weight_packed"
+    are_fields = "weight_packed" in leaves  # of as many bits as the grid has: all of them fit
     for leaf, part in ((code_leaf, codes), ("weight_zero_point", zero)):
-        if part is not None and part.dtype == torch.int8 and not _fits(part, scheme.grid):
+        if part is None or part.dtype != torch.int8 or (part is codes and are_fields):
+            continue
+        if not _fits(part, scheme.grid):
             raise FormatMismatch(
                 f"tensor `{leaves[leaf]}` has values from {int(part.min())} to {int(part.max())}, "
                 f"expected `{scheme.grid.name}`{where}"

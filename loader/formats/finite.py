@@ -53,7 +53,7 @@ def is_finite(tensor: Tensor) -> bool:
         return _has_no_special(tensor)
     if not tensor.dtype.is_floating_point:
         return True
-    low, high = tensor.aminmax()
+    low, high = torch.stack(tensor.aminmax()).tolist()  # one wait for a GPU, not two
     return math.isfinite(low) and math.isfinite(high)
 
 
