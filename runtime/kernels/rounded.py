@@ -28,8 +28,14 @@ from quantload.runtime.kernels import quantize
 from quantload.runtime.kernels.quantize_rows import quantize_rows
 from quantload.runtime.kernels.rounded_general import rounded_gemm_general
 from quantload.runtime.kernels.rounded_scratch import scratch, token_step
-from quantload.runtime.kernels.rounded_settings import is_hopper, rule, settings_of
+from quantload.runtime.kernels.rounded_settings import (
+    is_hopper,
+    rule,
+    settings_of,
+    suits_library,
+)
 from quantload.runtime.kernels.rounded_weight import PackedRounded, pack, why_not
+from quantload.runtime.kernels.scale_order import by_group
 from quantload.runtime.launch_settings import Settings
 
 __all__ = [
@@ -206,7 +212,7 @@ def launch(
         _launch_general(codes, scales, packed, bias, target, settings)
         if target is not out:  # NOTE: the interpreter cuts bits off where it rounds to bfloat16
             out.copy_(target)
-    elif settings.get("library") and _suits_library(out.dtype, out.shape[1]):
+    elif settings.get("library") and suits_library(packed, len(codes), out.dtype):
         _multiply_by_library(codes, scales, packed, bias, out)
     else:
         if settings.get("library") or settings.get("fused"):  # they do not serve this call
@@ -225,14 +231,17 @@ def _launch_own(
     launch_it(codes, scales, packed, bias, out, settings)
 
 
-def _suits_library(dtype: torch.dtype, n: int) -> bool:
-    return dtype == torch.bfloat16 and n % 16 == 0
-
-
 def _multiply_by_library(
     codes: Tensor, scales: Tensor, packed: PackedRounded, bias: Tensor | None, out: Tensor
 ) -> None:
     """Multiply with cuBLASLt, through torch."""
+    if packed.group:
+        torch._scaled_mm(
+            codes, packed.codes.t(), scale_a=by_group(scales.contiguous()),
+            scale_b=packed.scale.t(), bias=None if bias is None else bias.to(out.dtype),
+            out_dtype=out.dtype, out=out,
+        )  # fmt: skip
+        return
     x_scale, w_scale = scales.expand(len(codes), 1), packed.scale[None, :]
     if packed.is_uniform and scales.ndim == 1:
         x_scale, w_scale = scales, packed.scale[:1]
@@ -274,7 +283,8 @@ def kernels_for(
             return ("rounded_gemm_fused",)
         settings = rule(packed, m)
     if settings.get("library"):
-        if _suits_library(dtype, len(packed.codes)):
-            return (before, "cuBLAS")
+        if suits_library(packed, m, dtype):
+            between = ("order_scales",) if packed.group else ()
+            return (before, *between, "cuBLAS")
         settings = rule(packed, m)
     return (before, "rounded_gemm_wide" if settings.get("wide") else "rounded_gemm_hopper")

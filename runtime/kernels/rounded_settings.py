@@ -15,10 +15,11 @@ import triton
 from quantload.runtime.kernels.rounded_weight import PackedRounded
 from quantload.runtime.launch_settings import Settings, find
 
-__all__ = ["candidates", "family", "fits", "is_hopper", "rule", "settings_of"]
+__all__ = ["candidates", "family", "fits", "is_hopper", "rule", "settings_of", "suits_library"]
 
 _GROUP = 128  # columns of a group in `rounded_hopper`
 _FUSED_TOKENS = 8
+_LIBRARY_TOKENS = 64  # of blocks; of fewer it was never the fastest
 _SHARED = 232448 - 1024  # bytes that a program may use on sm_90
 
 
@@ -76,6 +77,26 @@ def is_hopper(packed: PackedRounded) -> bool:
     return are_tiles and packed.codes.shape[1] % 16 == 0 and _card(packed.codes.device)[2]
 
 
+def suits_library(packed: PackedRounded, m: int, dtype: torch.dtype) -> bool:
+    """True if cuBLASLt, through torch, multiplies m tokens into results of a dtype.
+
+    Of scales in blocks it serves those of 128 x 128, from CUDA 12.9 on, on sm_90 only.
+    """
+    n, k = packed.codes.shape
+    if dtype != torch.bfloat16 or n % 16:
+        return False
+    if not packed.group:
+        return True
+    is_aligned = n % 128 == 0 and k % 512 == 0 and m % 4 == 0 and m >= _LIBRARY_TOKENS
+    return is_aligned and packed.group == packed.block_rows == _GROUP and _library_has_blocks()
+
+
+@functools.cache
+def _library_has_blocks() -> bool:
+    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    return version >= (12, 9)
+
+
 def fits(found: Settings, m: int, *, group: int, block_rows: int, shared: int) -> bool:
     """True if measured settings serve; those of few tokens may be all that there is for many.
 
@@ -86,8 +107,10 @@ def fits(found: Settings, m: int, *, group: int, block_rows: int, shared: int) -
         block_rows: As in `PackedRounded`.
         shared: Bytes of shared memory that a program may use.
     """
-    if found.get("library") or found.get("fused"):
-        return not group and (m <= _FUSED_TOKENS or not found.get("fused"))
+    if found.get("library"):
+        return not group or m >= _LIBRARY_TOKENS
+    if found.get("fused"):
+        return not group and m <= _FUSED_TOKENS
     if group and block_rows % found["bn"]:
         return False
     if found.get("wide"):
@@ -235,7 +258,7 @@ def _narrow_candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> I
 
 
 def _wide_candidates(m: int, *, floats: bool, group: int) -> Iterator[Settings]:
-    if floats and not group:
+    if floats:
         yield {"library": 1}
     for bn, stages in ((64, 8), (128, 6), (256, 4)):
         if group and bn > 128:

@@ -141,6 +141,39 @@ def test_products_are_those_of_float64(name, dtype, kernel_device) -> None:
         check(y, exact, size, sums=sums)
 
 
+def test_scales_are_put_in_order(kernel_device) -> None:
+    from quantload.runtime.kernels.scale_order import by_group
+
+    scales = torch.rand(70, 33, generator=torch.Generator().manual_seed(0)).to(kernel_device)
+    ordered = by_group(scales)
+    assert torch.equal(ordered, scales)
+    assert ordered.stride() == (1, 70)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("m", [64, 132, 1000])
+def test_blocks_by_the_library(m, bias) -> None:
+    from quantload.runtime.kernels.rounded_settings import suits_library
+    from quantload.runtime.launch_settings import trying
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs sm_90")
+    case, device = CASES["e4m3-block"], torch.device("cuda")
+    n, k = 384, 1024
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(BF16)
+    added = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(BF16) if bias else None
+    weight = make_weight(case, n, k)
+    with trying("rounded e4m3 g128", {"library": 1}):
+        y, exact, size = product(case, x, weight, added, device)
+        again, _, _ = product(case, x, weight, added, device)
+    from quantload.runtime.kernels.rounded import pack
+
+    assert suits_library(pack(weight, case.input, device=device), m, BF16)
+    check(y, exact, size, sums=2.0**-10)
+    assert torch.equal(y, again)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name", ["int8-channel", "int8-channel-zeros", "e4m3-channel", "e4m3-block"]
