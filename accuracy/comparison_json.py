@@ -1,14 +1,15 @@
-"""A comparison for machines, version 3.
+"""A comparison for machines, version 4.
 
-    quantload_compare   3
+    quantload_compare   4
     tier                the highest tier that was measured: structure, weights, layers or end
     passed              true if nothing is beyond a limit, damaged, missing or not finite
     structure           bits (stored bits of a weight, with scales, zero points and padding) of the
                         candidate, reference_bits, quantized_bits (of the weights that are
                         quantized), skipped (layers that the config covers and that are in full
-                        precision), input_scales (count of static ones, differ, far from their
-                        like), and layers: module, shape, what both sides hold, bits of both,
-                        names of tensors by leaf, zero_scales, problem
+                        precision), uncovered (quantized ones that it leaves out), added (norms
+                        and biases that came), input_scales (count of static ones, differ, far
+                        from their like), and layers: module, shape, what both sides hold, bits
+                        of both, names of tensors by leaf, zero_scales, problem
     layers              module, what both sides hold, weight, output (isolated), input (of that, by
                         rounding the input alone): relative_error, sqnr_db, max_abs each;
                         output_median over tokens, tokens, limits of weight and output, failure,
@@ -39,7 +40,7 @@ from quantload.accuracy.structure import StructureComparison
 from quantload.accuracy.weight_rounding import Rounding
 from quantload.quant.metrics import ErrorSums
 
-VERSION = 3
+VERSION = 4
 
 
 def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
@@ -82,6 +83,8 @@ def _structure_json(structure: StructureComparison) -> dict[str, Any]:
         "reference_bits": structure.reference_bits,
         "quantized_bits": structure.quantized_bits,
         "skipped": list(structure.skipped),
+        "uncovered": list(structure.uncovered),
+        "added": list(structure.added),
         "input_scales": {
             "count": structure.input_scales.count,
             "differ": list(structure.input_scales.differ),

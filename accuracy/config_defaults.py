@@ -76,7 +76,7 @@ def _lone_keys(
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what transformers takes for keys that are missing; those it computes too."""
-    from quantload.layers.meta_model import config_defaults  # transformers: seconds
+    from quantload.layers.config_class import config_defaults  # transformers: seconds
 
     found = config_defaults(str(config.get("model_type")))
     own = {**found, **config}

@@ -63,7 +63,7 @@ def _value(rope: Mapping[str, Any], key: str) -> object:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """What is computed with, `key` or `layer_type.key`; None without RoPE."""
-    from quantload.layers.meta_model import effective_rope  # transformers: seconds
+    from quantload.layers.config_class import effective_rope  # transformers: seconds
 
     held = effective_rope(config)
     if held is None:

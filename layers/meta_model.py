@@ -34,6 +34,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from quantload.errors import ModelError
+from quantload.layers.config_class import decoded
 
 TransformersModel: TypeAlias = PreTrainedModel
 
@@ -102,7 +103,7 @@ def build_on_meta(
 def _config_object(
     config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool
 ) -> PreTrainedConfig:
-    values = {k: _decoded(v) for k, v in config.items() if k != "quantization_config"}
+    values = {k: decoded(v) for k, v in config.items() if k != "quantization_config"}
     if trust_remote_code and "AutoConfig" in (config.get("auto_map") or {}):
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
         if hasattr(loaded, "quantization_config"):
@@ -117,43 +118,6 @@ def _config_object(
         raise ModelError(
             f"the config of `{folder}` cannot be used: {type(error).__name__}: {error}"
         ) from error
-
-
-def config_defaults(model_type: str) -> dict[str, Any]:
-    """Return what transformers takes for keys that a config.json lacks; {} for unknown types."""
-    return CONFIG_MAPPING[model_type]().to_dict() if model_type in CONFIG_MAPPING else {}
-
-
-def effective_rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return `rope_parameters` of the text model as transformers completes them.
-
-    With `max_position_embeddings` beside them, in each set where layers have their own. None if the
-    class has none, does not take the config, or is unknown.
-    """
-    model_type = config.get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        return None
-    values = {k: _decoded(v) for k, v in config.items() if k != "quantization_config"}
-    try:
-        text = CONFIG_MAPPING[str(model_type)].from_dict(values).get_text_config()
-    except Exception:  # noqa: BLE001 - whatever a class says of values that it does not take
-        return None
-    rope = getattr(text, "rope_parameters", None)
-    if not isinstance(rope, dict):
-        return None
-    length = {"max_position_embeddings": getattr(text, "max_position_embeddings", None)}
-    if any(isinstance(value, dict) for value in rope.values()):
-        return {k: {**v, **length} for k, v in rope.items() if isinstance(v, dict)}
-    return {**rope, **length}
-
-
-def _decoded(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """Copy a JSON value; transformers writes infinities as {"__float__": "Infinity"}."""
-    if isinstance(value, dict):
-        if set(value) == {"__float__"}:
-            return float(value["__float__"])
-        return {key: _decoded(part) for key, part in value.items()}
-    return [_decoded(part) for part in value] if isinstance(value, list) else value
 
 
 def _model_class(

@@ -72,6 +72,7 @@ TRANSFORMERS = (
     "layers/fused_decoder.py",
     "layers/fused_proof.py",
     "layers/fused_recording.py",
+    "layers/config_class.py",
     "layers/meta_model.py",
     "layers/registry.py",
     "layers/sampling.py",

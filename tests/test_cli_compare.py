@@ -68,7 +68,7 @@ def test_max_tokens(folders, ids):
 
 def test_json(folders, ids):
     content = json.loads(run(*folders, "--token-ids", ids, "--json", "--device", "cpu").stdout)
-    assert content["quantload_compare"] == 3
+    assert content["quantload_compare"] == 4
     rows = {row["module"]: row for row in content["layers"]}
     embedding = rows["model.embed_tokens"]
     assert embedding["weight"] == {"relative_error": 0.0, "sqnr_db": None, "max_abs": 0.0}
