@@ -43,8 +43,11 @@ __all__ = [
 ]
 
 _SETTINGS = ("tiles", "slots", "warps", "beside", "each", "late", "kb")
-_BESIDE = 113 << 10  # bytes of shared memory, so that the next product's programs fit beside
+_BESIDE = 111 << 10  # bytes of shared memory of a small product's program
+_LARGE = 122 << 10  # of a program beside which one of those fits
+_ALONE = 118  # KB, of which two do not fit a processor
 _MOST = 227 << 10
+_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -330,23 +333,22 @@ def rule(
 ) -> Mapping[str, int]:
     """Return settings for a shape that was not measured.
 
-    Rows are shared out so that the busiest program has the fewest. Small products leave room for
-    the next one's programs, which then load their weights already.
+    Rows are shared out so that the busiest program has the fewest. Programs leave room for those of
+    the next product, which then load their weights already; those of a large one fill more than
+    half of a processor, so that none gets two of them.
     """
     tiles = 2 if glu else _tiles_of(rows, processors)
     units = -(-rows // (16 * tiles * processors))  # of a program
-    apart = min(1 << (units - 1).bit_length(), 8)  # warps with tiles of their own
-    warps = max(8, 2 * apart)
+    apart = min(1 << (units - 1).bit_length(), _WARPS)  # warps with tiles of their own
+    beside = _WARPS // apart
     blocks = features // (256 if nibbles else 128)
     bytes_of = nibble_stream.shared_bytes if nibbles else rounded_stream.shared_bytes
-    room = _MOST if units > 2 else _BESIDE
-    items = -(-units // apart) * -(-blocks // (warps // apart))
-    slots = min(4, items)
-    while (
-        slots > 1 and _needed(bytes_of, blocks, units, tiles, slots, warps, warps // apart) > room
-    ):
+    large = units > 2
+    room = _LARGE if large else _BESIDE
+    slots = min(4, -(-units // apart) * -(-blocks // beside))
+    while slots > 1 and _needed(bytes_of, blocks, units, tiles, slots, _WARPS, beside) > room:
         slots -= 1
-    made = (tiles, slots, warps, warps // apart, 1, int(units > 2), 0)
+    made = (tiles, slots, _WARPS, beside, 1, 0, _ALONE if large else 0)
     return dict(zip(_SETTINGS, made, strict=True))
 
 

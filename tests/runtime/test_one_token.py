@@ -58,7 +58,8 @@ def test_settings_share_rows_out_and_fit(kernel_device, nibble):
                 assert rows % (16 * s["tiles"]) == 0
                 assert s["warps"] % s["beside"] == 0
                 assert not glu or s["tiles"] == 2
-    assert rule(28672, 4096, 132, glu=True, nibbles=nibble)["late"] == 1
+    large = rule(28672, 4096, 132, glu=True, nibbles=nibble)
+    assert large["kb"] > 114, "two of its programs do not fit a processor"
 
 
 class Card:
