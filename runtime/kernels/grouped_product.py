@@ -94,12 +94,21 @@ def _block(pairs: int, experts: int) -> int:
     return next((block for block, most in limits if each <= most), 128)
 
 
-def _rule(block: int, pairs: int) -> dict[str, int]:
-    """Return the settings for blocks of `block` pairs that were the best on an H200."""
+def _rule(block: int, pairs: int, *, is_wide: bool) -> dict[str, int]:
+    """Return the settings for blocks of `block` pairs that were the best on an H200.
+
+    Args:
+        block: BM.
+        pairs: S.
+        is_wide: N is larger than K; a program then does two tiles, as one is soon done.
+    """
     if pairs <= _DIRECT_PAIRS // 2:
         return {"rows": 32, "warps": 2, "stages": 3, "parts": 2}
+    tiles = 2 if is_wide and pairs > _DIRECT_PAIRS else 1
     if block <= 16:
-        return {"rows": 64, "warps": 2, "stages": 3, "half": 1}
+        return {"rows": 64, "warps": 2, "stages": 3, "half": 1, "tiles": tiles}
+    if block == 32 and is_wide:
+        return {"rows": 64, "warps": 4, "stages": 3, "half": 1, "tiles": tiles}
     if block == 32:
         return {"rows": 128, "warps": 8, "stages": 3, "half": 1}
     if block == 64:
@@ -141,7 +150,7 @@ def _settings(weight: GroupedWeight, pairs: int, block: int | None) -> dict[str,
     if found is not None and (block is None or found.get("block") == block):
         return dict(found)
     block = block or _block(pairs, weight.experts)
-    return {"block": block, **_rule(block, pairs)}
+    return {"block": block, **_rule(block, pairs, is_wide=n > k)}
 
 
 def routing(weight: GroupedWeight, index: Tensor, *, first: int = 0) -> Routing:

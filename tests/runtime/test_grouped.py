@@ -34,7 +34,7 @@ def grouped(kernel_device, monkeypatch):
 
     if kernel_device.type == "cpu":
         rule = {"rows": 64, "warps": 1, "stages": 1, "after": 1}
-        monkeypatch.setattr(grouped_product, "_rule", lambda block, pairs: rule)
+        monkeypatch.setattr(grouped_product, "_rule", lambda block, pairs, is_wide: rule)
     return grouped_product
 
 

@@ -30,7 +30,7 @@ def interpreted(kernel_device, monkeypatch):
     from quantload.runtime.kernels import grouped_product
 
     rule = {"rows": 64, "warps": 1, "stages": 1, "after": 1}
-    monkeypatch.setattr(grouped_product, "_rule", lambda block, pairs: rule)
+    monkeypatch.setattr(grouped_product, "_rule", lambda block, pairs, is_wide: rule)
     monkeypatch.setattr(expert_linear, "why_not_device", lambda device: None)
     monkeypatch.setattr(expert_linear, "why_not_dtype", lambda dtype: None)
 
