@@ -37,7 +37,10 @@ def test_a_sample_is_as_published(model_type: str) -> None:
 @of_this_version
 @pytest.mark.filterwarnings("ignore")
 def test_all_are_as_published(model_type: str) -> None:
-    assert line_for(model_type) == PUBLISHED[model_type]
+    found = line_for(model_type)
+    if "ModuleNotFoundError" in found and "ModuleNotFoundError" not in PUBLISHED[model_type]:
+        pytest.skip(f"transformers needs more than is installed: {found}")
+    assert found == PUBLISHED[model_type]
 
 
 @of_this_version
