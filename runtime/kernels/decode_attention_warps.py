@@ -360,7 +360,7 @@ def serves(
 
 def settings_for(pairs: int, length: int) -> Mapping[str, int]:
     """Return settings that were fast on an H200: B * KV pairs, places in the cache."""
-    splits = max(1, min(128 if length > 2048 else 64, length // 16) // pairs)
+    splits = max(1, min(128, length // 8) // pairs)
     return {"splits": 1 << (splits.bit_length() - 1), "warps": 4}
 
 

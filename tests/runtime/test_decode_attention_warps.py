@@ -100,7 +100,7 @@ def test_what_is_served(kernel_device):
     for change in ({"plain": False}, {"interleaved": True}, {"rotary": x.new_empty(9, 64)},
                    {"keys": x.new_empty(1, 2, 9, D, dtype=torch.float8_e4m3fn)}):  # fmt: skip
         assert not serves([8, 2, D, 0], **{**given, **change})
-    assert settings_for(8, 1024) == {"splits": 8, "warps": 4}
+    assert settings_for(8, 1024) == {"splits": 16, "warps": 4}
     assert settings_for(8, 8192)["splits"] == 16
     assert settings_for(500, 8192)["splits"] == 1
     assert {"splits": 8, "warps": 4} in list(candidates(8, 1024))
