@@ -236,11 +236,7 @@ def _multiply_by_library(
 ) -> None:
     """Multiply with cuBLASLt, through torch."""
     if packed.group:
-        torch._scaled_mm(
-            codes, packed.codes.t(), scale_a=by_group(scales.contiguous()),
-            scale_b=packed.scale.t(), bias=None if bias is None else bias.to(out.dtype),
-            out_dtype=out.dtype, out=out,
-        )  # fmt: skip
+        _multiply_blocks_by_library(codes, scales, packed, bias, out)
         return
     x_scale, w_scale = scales.expand(len(codes), 1), packed.scale[None, :]
     if packed.is_uniform and scales.ndim == 1:
@@ -250,6 +246,26 @@ def _multiply_by_library(
         bias=None if bias is None else bias.to(out.dtype), out_dtype=out.dtype,
         use_fast_accum=True, out=out,
     )  # fmt: skip
+
+
+def _multiply_blocks_by_library(
+    codes: Tensor, scales: Tensor, packed: PackedRounded, bias: Tensor | None, out: Tensor
+) -> None:
+    """Multiply blocks with cuBLASLt, which takes tokens by fours: rows of any numbers are added."""
+    m, k = codes.shape
+    missing = -m % 4
+    if missing:
+        longer = codes.new_empty(m + missing, k)
+        longer[:m].copy_(codes)
+        codes = longer
+    result = out if not missing else out.new_empty(m + missing, out.shape[1])
+    torch._scaled_mm(
+        codes, packed.codes.t(), scale_a=by_group(scales.contiguous(), m + missing),
+        scale_b=packed.scale.t(), bias=None if bias is None else bias.to(out.dtype),
+        out_dtype=out.dtype, out=result,
+    )  # fmt: skip
+    if missing:
+        out.copy_(result[:m])
 
 
 def _launch_general(

@@ -59,6 +59,8 @@ def settings_of(packed: PackedRounded, m: int) -> Settings:
             return {"fused": 1, "bn": 64, "bk": 256, "stages": 4, "warps": 4, "splits": splits}
         if m >= 256 and triton.cdiv(n, 64) * triton.cdiv(m, 128) > _card(device)[0]:
             return {"library": 1}
+    if packed.group and m >= 4 * _LIBRARY_TOKENS and suits_library(packed, m, torch.bfloat16):
+        return {"library": 1}
     return rule(packed, m)
 
 
@@ -87,7 +89,8 @@ def suits_library(packed: PackedRounded, m: int, dtype: torch.dtype) -> bool:
         return False
     if not packed.group:
         return True
-    is_aligned = n % 128 == 0 and k % 512 == 0 and m % 4 == 0 and m >= _LIBRARY_TOKENS
+    is_long = m >= (_LIBRARY_TOKENS if m % 4 == 0 else 4 * _LIBRARY_TOKENS)  # else it is copied
+    is_aligned = n % 128 == 0 and k % 512 == 0 and is_long
     return is_aligned and packed.group == packed.block_rows == _GROUP and _library_has_blocks()
 
 
