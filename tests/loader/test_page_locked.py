@@ -43,8 +43,11 @@ def test_a_tensor_is_taken_in_pieces(device, size):
     assert bytes(found) == b"".join(bytes(p) for _, p in bounce.pieces_of(stored.to(device)))
 
 
+@pytest.mark.parametrize("has_library", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
-def test_some_bytes_are_copied(device):
+def test_some_bytes_are_copied(monkeypatch, device, has_library):
+    if not has_library:
+        monkeypatch.setattr(page_locked, "_copy_of_runtime", lambda: None)
     buffer = Buffer(100, torch.device(device))
     buffer.memory[:] = some_bytes(100)
     place = torch.zeros(50, dtype=torch.uint8, device=device)
@@ -65,12 +68,6 @@ def test_a_copy_that_cuda_refuses(monkeypatch):
     place = torch.zeros(50, dtype=torch.uint8, device="cuda")
     with pytest.raises(RuntimeError, match="CUDA error 700 while 10 bytes"):
         buffer.copy_to(place, at=0, to=0, num_bytes=10, stream=torch.cuda.current_stream())
-
-
-@pytest.mark.gpu
-def test_copies_without_the_library(monkeypatch):
-    monkeypatch.setattr(page_locked, "_copy_of_runtime", lambda: None)
-    test_some_bytes_are_copied("cuda")
 
 
 @pytest.mark.gpu
