@@ -89,11 +89,14 @@ def close(y, x, weight, input, bias=None):
     expected, size = exact(x, weight, input)
     if bias is not None:
         expected, size = expected + bias.double(), size + bias.double().abs()
-    excess = (y.double() - expected).abs() - 8 * UNIT[x.dtype] * size
+    # y is rounded, values of the weight may be, and so may be the sums of parts of K in cuBLAS; of
+    # millions of results some are five times the root of squares, and so are their errors
+    allowed = UNIT[x.dtype] * (expected.abs() + 14 * size)
+    excess = (y.double() - expected).abs() - allowed
     worst = int(excess.argmax())
     place = divmod(worst, y.shape[1])
     bad = not bool(excess.max() <= 0)  # NaN is bad, too
-    return f"{excess.max():.3g} above the bound of {size[place]:.3g} at {place}" if bad else ""
+    return f"{excess.max():.3g} above the bound of {allowed[place]:.3g} at {place}" if bad else ""
 
 
 def test_the_bound_shows_one_column_that_is_left_out():
