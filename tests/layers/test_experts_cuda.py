@@ -164,7 +164,8 @@ def test_grouped_launches_what_it_says(scheme):
         x, index, weights = (t.to(CUDA) for t in inputs_of(ours.layout, tokens=tokens))
         x, weights = x.bfloat16(), weights.contiguous()
         ours(x, index, weights)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities, acc_events=True) as record:
             ours(x, index, weights)
             torch.cuda.synchronize()
         events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]

@@ -254,7 +254,7 @@ def test_row_on_card(kernel_device):
     y.fill_(torch.nan)
     graph.replay()
     assert torch.equal(y, expected)
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
         module(x)
         torch.cuda.synchronize()
     names = {event.key for event in record.key_averages()}

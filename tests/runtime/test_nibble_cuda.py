@@ -177,7 +177,7 @@ def test_the_row_is_chosen_and_names_its_kernels():
     for m in (1, 16, 100, 4096):
         x = inputs(m, 2048, BF16)
         module(x)
-        with profile(activities=[ProfilerActivity.CUDA]) as record:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
             module(x)
             torch.cuda.synchronize()
         ran = {event.key for event in record.key_averages()}
