@@ -45,7 +45,8 @@ class Case:
         found = machine.get(out, self.rows * self.heads * D).reshape(self.rows, self.heads, D)
         return found, machine.get(peaks, pairs), *kept
 
-    def check(self, found, peaks, keys, values):
+    def errors(self, found, peaks, keys, values):
+        """Yield how far results of each row are off, after looking at cache and peaks."""
         high = found.float().abs().reshape(self.rows * self.kv, -1).amax(1)
         assert torch.equal(peaks, high)
         for b, place in enumerate(self.places):
@@ -61,7 +62,7 @@ class Case:
             all_values = values[b, :, : place + 1].double()
             scores = q.unflatten(0, (self.kv, -1)) @ all_keys.mT * 0.09
             expected = (scores.softmax(-1) @ all_values).flatten(0, 1)
-            assert float((found[b].double() - expected).norm() / expected.norm()) < 8e-3, place
+            yield float((found[b].double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,9 @@ class Case:
 )
 def test_result_cache_and_peaks(case, splits, warps, kernel_device):
     case = Case(**case)
-    case.check(*case.run(splits=splits, warps=warps))
+    errors = list(case.errors(*case.run(splits=splits, warps=warps)))
+    assert len(errors) == len(case.places)
+    assert max(errors) < 8e-3
 
 
 def test_what_is_served(kernel_device):
