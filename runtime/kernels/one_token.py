@@ -165,10 +165,9 @@ def added_product(
 
 def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False):
     waits = x if isinstance(x, Waiting) else Waiting(x) if isinstance(x, Tensor) else None
-    settings = _settings(weight, glu=glu)
     rest = (
         bias, hidden, None if norm is None else norm.weight, norm is not None and norm.offset,
-        glu, peaks, [({"kb": 0} | dict(settings))[name] for name in _SETTINGS],
+        glu, peaks,
     )  # fmt: skip
     if isinstance(weight, NibbleWeight):
         assert waits is not None, "nibbles take values"
@@ -196,11 +195,12 @@ def _results(
 def _nibbles(
     x: Tensor, squares_in: Tensor | None, eps: float, words: Tensor, scale: Tensor,
     bias: Tensor | None, hidden: Tensor | None, norm: Tensor | None, offset: bool, glu: bool,
-    peaks: bool, settings: list[int],
+    peaks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     blocks, rows, _ = words.shape
     results = _results(words, rows, stream=hidden is not None, glu=glu, peaks=peaks)
     out, scaled, squares, found = results
+    settings = _settings(rows, blocks * 256, x.device, glu=glu, nibbles=True)
     shape = _shape(nibble_stream.shared_bytes, rows, blocks, x.device, settings)
     with torch.cuda.device_of(x):
         made = nibble_stream.nibble_stream[(shape.programs,)](
@@ -219,12 +219,13 @@ def _nibbles(
 def _codes(
     x: Tensor, x_scale: Tensor | None, peaks_in: Tensor | None, squares_in: Tensor | None,
     eps: float, codes: Tensor, scale: Tensor, bias: Tensor | None, hidden: Tensor | None,
-    norm: Tensor | None, offset: bool, glu: bool, peaks: bool, settings: list[int],
+    norm: Tensor | None, offset: bool, glu: bool, peaks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows, features = codes.shape
     results = _results(codes, rows, stream=hidden is not None, glu=glu, peaks=peaks)
     out, scaled, squares, found = results
     blocks = features // 128
+    settings = _settings(rows, features, x.device, glu=glu, nibbles=False)
     shape = _shape(rounded_stream.shared_bytes, rows, blocks, x.device, settings)
     with torch.cuda.device_of(x):
         made = rounded_stream.rounded_stream[(shape.programs,)](
@@ -242,13 +243,13 @@ def _codes(
 
 
 @_nibbles.register_fake
-def _(x, squares_in, eps, words, scale, bias, hidden, norm, offset, glu, peaks, settings):
+def _(x, squares_in, eps, words, scale, bias, hidden, norm, offset, glu, peaks):
     return _results(words, words.shape[1], stream=hidden is not None, glu=glu, peaks=peaks)
 
 
 @_codes.register_fake
 def _(x, x_scale, peaks_in, squares_in, eps, codes, scale, bias, hidden, *rest):
-    _, _, glu, peaks, _ = rest
+    _, _, glu, peaks = rest
     return _results(codes, len(codes), stream=hidden is not None, glu=glu, peaks=peaks)
 
 
@@ -306,25 +307,18 @@ def _needed(bytes_of, blocks, units, tiles, slots, warps, beside) -> int:
     return (-(-laid_out // 1024) + 1) * 1024
 
 
-def family(weight: Packed, *, glu: bool) -> str:
+def family(*, glu: bool, nibbles: bool) -> str:
     """Name under which measured settings are kept."""
-    kind = "nibbles" if isinstance(weight, NibbleWeight) else "e4m3"
-    return f"one token {kind}{' gated' if glu else ''}"
+    return f"one token {'nibbles' if nibbles else 'e4m3'}{' gated' if glu else ''}"
 
 
-def _settings(weight: Packed, *, glu: bool) -> Mapping[str, int]:
-    tensor = weight.words if isinstance(weight, NibbleWeight) else weight.codes
-    rows, features = _sizes(weight)
-    found = find(family(weight, glu=glu), tensor.device, m=1, n=rows, k=features)
-    nibbles = isinstance(weight, NibbleWeight)
-    return found or rule(rows, features, _processors(tensor.device), glu=glu, nibbles=nibbles)
-
-
-def _sizes(weight: Packed) -> tuple[int, int]:
-    if isinstance(weight, NibbleWeight):
-        return weight.rows, weight.features
-    rows, features = weight.codes.shape
-    return rows, features
+def _settings(
+    rows: int, features: int, device: torch.device, *, glu: bool, nibbles: bool
+) -> list[int]:
+    """Look settings up, within an operator: what is compiled does not see the table."""
+    found = find(family(glu=glu, nibbles=nibbles), device, m=1, n=rows, k=features)
+    found = found or rule(rows, features, _processors(device), glu=glu, nibbles=nibbles)
+    return [({"kb": 0} | dict(found))[name] for name in _SETTINGS]
 
 
 @functools.cache
