@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from quantload.progress import Progress
 from quantload.quant.scheme import Scheme
 from quantload.runtime.parallel import Parallel
 from quantload.written_models import load_written
+
+_log = logging.getLogger("quantload")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -137,6 +140,8 @@ def load_model(  # noqa: PLR0913 - as `load`
     from quantload.layers.aux_hidden_states import offer_aux_hidden_states
     from quantload.layers.fast_paths import use_fast_paths
 
+    for warning in source.warnings:
+        _log.warning("`%s`: %s", source.checkpoint.name, warning)
     written = load_written(
         source,
         dtype=dtype,

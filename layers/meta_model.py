@@ -8,6 +8,7 @@ transformers; what the rest of the package has to know about its models is asked
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ from transformers.pytorch_utils import Conv1D
 
 from quantload.errors import ModelError
 from quantload.layers.config_class import decoded
+
+_log = logging.getLogger("quantload")
 
 TransformersModel: TypeAlias = PreTrainedModel
 
@@ -95,7 +98,8 @@ def build_on_meta(
     _keep_float32(model, dtype)
     _check_buffers(model)
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        own = getattr(model, "generation_config_class", GenerationConfig)  # few have their own
+        model.generation_config = own.from_pretrained(folder, local_files_only=True)
     model.train(False)
     return model
 
@@ -110,7 +114,7 @@ def _config_object(
             del loaded.quantization_config
         return loaded  # type: ignore[no-any-return]
     model_type = config.get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise _unknown_architecture(config, f"model_type `{model_type}`")
     try:
         return CONFIG_MAPPING[str(model_type)].from_dict(values)
@@ -132,7 +136,13 @@ def _model_class(
     for name in names:
         found = getattr(transformers, str(name), None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            return found
+            if isinstance(hf_config, found.config_class or PreTrainedConfig):
+                return found
+            _log.warning(
+                "`%s` of architectures does not go with model_type `%s`, which decides",
+                name,
+                config.get("model_type"),
+            )
     for auto in _AUTO_CLASSES:
         mapping: Any = auto._model_mapping
         if type(hf_config) in mapping:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -232,14 +232,31 @@ class Places:
         if partly:
             counts = f"{elements[partly[0]]} of {math.prod(self.shapes[partly[0]])}"
             raise MissingTensor(
-                f"the checkpoint has only a part of {listed(partly)}: {counts} elements",
+                f"the checkpoint has only a part of {self._listed(partly)}: {counts} elements",
                 hint="a shard may be missing",
             )
         raise MissingTensor(
-            f"the checkpoint has no tensor for {listed(short)} "
+            f"the checkpoint has no tensor for {self._listed(short)} "
             f"({len(short)} of {len(self.shapes)} places of the model)",
             hint=hint_of_missing(self.model, {target.name for target in short}),
         )
+
+    def _listed(self, places: Iterable[Target]) -> str:
+        """Name places by the layers that the model's author wrote, not by what they were fused to.
+
+        A member of a fused layer knows it as `stack` and its own place there as `slot`.
+        """
+        members = {
+            (id(vars(module)["stack"]), vars(module)["slot"]): path
+            for path, module in self.model.named_modules()
+            if {"stack", "slot"} <= vars(module).keys()
+        }
+        return listed(self._as_written(place, members) for place in places)
+
+    def _as_written(self, place: Target, members: Mapping[tuple[int, int], str]) -> str:
+        stack = self.model.get_submodule(place.module)
+        path = members.get((id(stack), place.slot))
+        return str(place) if path is None else f"{path}.{place.leaf}"
 
     def _is_optional(self, target: Target, elements: Counter[Target]) -> bool:
         """True if a tied twin is there, or if the model computed a counter or index itself."""

@@ -173,6 +173,15 @@ class _Reading:
     def indexed(self, index: Path) -> Weights:
         """Take the tensors that an index names, each from the file that it names."""
         weight_map = _weight_map(index)
+        for name in _ALONE:
+            is_other = index.name.startswith(name) and name not in weight_map.values()
+            if is_other and (self.folder / name).is_file():
+                raise CheckpointError(
+                    f"`{self.folder}` holds two sets of weights: `{name}`, and the shards that "
+                    f"`{index.name}` names",
+                    hint="transformers would take the first, other engines the second: move one "
+                    "of them elsewhere",
+                )
         headers = {
             file: self._read(self._shard(index, file))
             for file in sorted(set(weight_map.values()), key=natural_order)

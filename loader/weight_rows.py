@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantload.errors import NonFiniteWeight
+from quantload.errors import NonFiniteWeight, listed
 from quantload.loader.casting import cast
 from quantload.loader.plan import Plan, PlanRow
 from quantload.loader.row_reader import RowReader, pieces
@@ -80,20 +80,27 @@ class WeightRows:
         """Return the range [2] of a weight, or of all members of a fused group.
 
         None if no scale is computed from it.
+
+        Raises:
+            NonFiniteWeight: A member holds NaN or infinity.
         """
         if not all(row.shares_range for row in rows):
             return None
         self._kept.clear()
         is_kept = self._has_room(rows)
-        ranges = []
+        of_rows = []
         for row in rows:
-            parts = []
+            parts, ranges = [], []
             for start, part in self.rows(row, step=self.step_of(row)):
                 ranges.append(shared_range(part))
                 parts += [(start, part)] if is_kept else []
             if is_kept:
                 self._kept[row.module] = parts
-        return merged_range(ranges)
+            of_rows.append(merged_range(ranges))
+        merged = merged_range(of_rows)
+        if len(rows) > 1 and not bool(merged.isfinite().all()):
+            raise _not_finite([r.module for r in rows], of_rows)
+        return merged
 
     def _has_room(self, rows: Sequence[PlanRow]) -> bool:
         """True if weights may stay on a GPU between the look for their range and their rounding.
@@ -149,3 +156,14 @@ class WeightRows:
         if kept is None or kept[0] != row.module:
             self._mean_square = kept = row.module, row.mean_square.read()
         return kept[1]
+
+
+def _not_finite(modules: Sequence[str], ranges: Sequence[Tensor]) -> NonFiniteWeight:
+    """Name the members that are to blame; with one scale for all, none can be kept alone."""
+    both = zip(modules, ranges, strict=True)
+    bad = [module for module, found in both if not bool(found.isfinite().all())]
+    rules = ", ".join(f"`{module} = keep`" for module in modules)
+    return NonFiniteWeight(
+        f"weight of {listed(bad)} cannot be quantized: it holds NaN or infinity",
+        hint=f"keep it and all that shares its scale with the rules {rules}, or repair the source",
+    )

@@ -107,7 +107,7 @@ def groups_from_names(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 def keeps_input_first(config: Mapping[str, object], module: str) -> bool:
     """True if the model of a config keeps the weight of a linear layer as [K, N], as GPT-2 does."""
-    is_such_model = config.get("model_type") in _INPUT_FIRST_MODELS
+    is_such_model = str(config.get("model_type")) in _INPUT_FIRST_MODELS
     return is_such_model and _last(module) in _INPUT_FIRST_NAMES
 
 
@@ -119,7 +119,7 @@ def missing_layers(config: Mapping[str, object], tensor_names: Iterable[str]) ->
     text = config.get("text_config")
     holder = text if isinstance(text, Mapping) else config
     expected = holder.get("num_hidden_layers")
-    if holder.get("model_type") in _COUNT_RUNS:
+    if str(holder.get("model_type")) in _COUNT_RUNS:
         return ""
     numbers = [int(m[1]) for name in tensor_names if (m := _LAYER.search(name))]
     if not isinstance(expected, int) or not numbers or max(numbers) + 1 >= expected:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import tiny_checkpoints as tiny
 import torch
 from fake_source import FakeModel, quantized_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import quantload
 from quantload.api import explain, load_model
+from quantload.errors import MissingTensor
 from quantload.layers.linear import QuantLinear
 from quantload.layers.stack import LinearStack, StackView
 from quantload.layers.surgery import LinearReport
@@ -241,3 +247,25 @@ def test_quantized_embedding_stays_quantized_and_tied() -> None:
     assert close(logits(model), logits(fake.model))
     held = sum(buffer.nbytes for buffer in model.model.embed_tokens.buffers())
     assert held < fake.quantized["model.embed_tokens"][1].codes.numel()  # 4 bits a code, scales
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"])
+def test_a_missing_member_of_a_fused_layer_has_its_own_name(tmp_path: Path, name: str) -> None:
+    folder = tiny.llama(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"model.layers.0.{name}.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(MissingTensor) as caught:
+        quantload.load(folder, device="cpu")
+    assert f"no tensor for `model.layers.0.{name}.weight`" in str(caught.value)
+    assert "stack" not in str(caught.value)
+
+
+def test_what_was_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tiny.llama(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "stray": torch.zeros(1)}, folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    quantload.load(folder, device="cpu")
+    assert "1 tensors are not listed in the index, left out: `stray`" in caplog.text

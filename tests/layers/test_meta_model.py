@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fake_source import NOWHERE, tiny_config, tiny_model
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from quantload.errors import ModelError
 from quantload.layers.meta_model import build_on_meta, tied_names
@@ -91,3 +93,28 @@ def test_infinite_numbers_in_a_config() -> None:
     config = tiny_config("llama") | {"rms_norm_eps": {"__float__": "Infinity"}}
     model = build_on_meta(config, NOWHERE, dtype=torch.float32)
     assert model.config.rms_norm_eps == float("inf")
+
+
+def test_the_model_type_decides_against_another_architecture(caplog: Any) -> None:
+    """As transformers' Auto classes do: a Mistral of a config of Llama could not run."""
+    config = tiny_config("llama") | {"architectures": ["MistralForCausalLM"]}
+    model = build_on_meta(config, NOWHERE, dtype=torch.float32)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert "`MistralForCausalLM` of architectures does not go with model_type" in caplog.text
+
+
+def test_a_model_type_that_is_no_text() -> None:
+    with pytest.raises(ModelError, match="does not know model_type"):
+        build_on_meta(tiny_config("llama") | {"model_type": []}, NOWHERE, dtype=torch.float32)
+
+
+def test_generation_config_is_of_the_class_of_the_model(tmp_path: Path, monkeypatch: Any) -> None:
+    class Own(GenerationConfig):
+        pass
+
+    monkeypatch.setattr(LlamaForCausalLM, "generation_config_class", Own, raising=False)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7}))
+    config = tiny_config("llama") | {"architectures": ["LlamaForCausalLM"]}
+    model = build_on_meta(config, tmp_path, dtype=torch.float32)
+    assert isinstance(model.generation_config, Own)
+    assert model.generation_config.max_new_tokens == 7

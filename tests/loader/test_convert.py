@@ -106,6 +106,21 @@ def test_weights_that_are_not_finite(tmp_path, folder, value):
     assert torch.equal(copied.isfinite(), made[f"{DOWN}.weight"].isfinite())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_member_of_a_group_that_is_not_finite_is_named(tmp_path, folder, value):
+    """NVFP4 has one global scale for q, k and v, so that none of them can be kept alone."""
+    made = load_file(folder / "model.safetensors")
+    attention = "model.layers.1.self_attn"
+    made[f"{attention}.v_proj.weight"][3, 5] = value
+    tiny.save_file(made, folder / "model.safetensors")
+    with pytest.raises(NonFiniteWeight) as caught:
+        converted(folder, tmp_path / "out", "NVFP4A16")
+    assert f"weight of `{attention}.v_proj` cannot be quantized" in str(caught.value)
+    rules = [f"{attention}.{name} = keep" for name in ("q_proj", "k_proj", "v_proj")]
+    assert all(f"`{rule}`" in str(caught.value) for rule in rules)
+    converted(folder, tmp_path / "out", "NVFP4A16", rules)
+
+
 def test_values_that_do_not_fit_into_float16(tmp_path, folder):
     made = load_file(folder / "model.safetensors")
     made["model.norm.weight"][0] = 1e6

@@ -102,3 +102,21 @@ def test_what_a_folder_has(tmp_path):
     assert has_safetensors(tmp_path)
     (tmp_path / "y.bin").write_bytes(b"")
     assert has_pickles(tmp_path)
+
+
+def test_two_sets_of_weights_are_not_chosen_between(tmp_path, made):
+    """transformers takes the single file, other engines what the index names."""
+    shards = {f"model-{i}-of-2.safetensors": h for i, h in enumerate(tiny.halves(made), start=1)}
+    weight_map = {name: file for file, half in shards.items() for name in half}
+    index = ("model.safetensors.index.json", weight_map)
+    folder = folder_with(tmp_path / "m", {**shards, "model.safetensors": made}, index)
+    with pytest.raises(CheckpointError, match=r"two sets of weights: `model\.safetensors`"):
+        open_checkpoint(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")  # of another kind
+    assert set(open_checkpoint(folder).tensors) == set(made)
+
+
+def test_an_index_of_one_file(tmp_path, made):
+    index = ("model.safetensors.index.json", dict.fromkeys(made, "model.safetensors"))
+    folder = folder_with(tmp_path / "m", {"model.safetensors": made}, index)
+    assert set(open_checkpoint(folder).tensors) == set(made)
