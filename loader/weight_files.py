@@ -30,7 +30,8 @@ from quantload.loader.safetensors_header import read_file
 INDEX = "model.safetensors.index.json"
 _SAFETENSORS = (".safetensors",)
 _PICKLED = (".bin", ".pt", ".pth")
-_ALONE = ("model.safetensors", "pytorch_model.bin")
+_SINGLE = "model.safetensors"
+_ALONE = (_SINGLE, "pytorch_model.bin")
 _NUMBER = re.compile(r"\d+")
 _LONGEST = 0xD7FF  # the last character below those that are no text
 _NOT_WEIGHTS = re.compile(
@@ -173,15 +174,7 @@ class _Reading:
     def indexed(self, index: Path) -> Weights:
         """Take the tensors that an index names, each from the file that it names."""
         weight_map = _weight_map(index)
-        for name in _ALONE:
-            is_other = index.name.startswith(name) and name not in weight_map.values()
-            if is_other and (self.folder / name).is_file():
-                raise CheckpointError(
-                    f"`{self.folder}` holds two sets of weights: `{name}`, and the shards that "
-                    f"`{index.name}` names",
-                    hint="transformers would take the first, other engines the second: move one "
-                    "of them elsewhere",
-                )
+        self._refuse_another_set(index, weight_map)
         headers = {
             file: self._read(self._shard(index, file))
             for file in sorted(set(weight_map.values()), key=natural_order)
@@ -201,6 +194,19 @@ class _Reading:
         found = (headers[file][name] for name, file in weight_map.items())
         self.weights.tensors = {entry.name: entry for entry in found}
         return self.weights
+
+    def _refuse_another_set(self, index: Path, weight_map: Mapping[str, str]) -> None:
+        """Refuse a single file that holds the same tensors as the shards of an index."""
+        single = self.folder / _SINGLE
+        if index.name != INDEX or _SINGLE in weight_map.values() or not single.is_file():
+            return
+        if both := [name for name in read_file(single)[0] if name in weight_map]:
+            raise CheckpointError(
+                f"`{self.folder}` holds two sets of weights: {listed(both)} are in `{_SINGLE}`, "
+                f"and in the shards that `{index.name}` names",
+                hint="transformers would take the first, other engines the second: move one of "
+                "them elsewhere",
+            )
 
     def _shard(self, index: Path, file_name: str) -> Path:
         if Path(file_name).name != file_name:
