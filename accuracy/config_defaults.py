@@ -48,12 +48,16 @@ class _Rules(NamedTuple):
 
 
 def _lone_keys(
-    output: Mapping[str, Any], source: Mapping[str, Any], rules: _Rules, prefix: str
+    output: Mapping[str, Any],
+    source: Mapping[str, Any],
+    rules: _Rules,
+    prefix: str,
+    within: _Section | None = None,
 ) -> Iterator[str]:
     keys = sorted((output.keys() ^ source.keys()) - {*_ELSEWHERE})
     if keys:
         config = {**source, **output}
-        defaults = _defaults(config)
+        defaults = _defaults(config, within)
         for key in keys:
             value, default = config[key], defaults.get(key)
             known = key in defaults
@@ -69,16 +73,29 @@ def _lone_keys(
                 yield f"config: `{prefix}{key}` is `{value}`, expected {other}"
             else:
                 yield f"config: `{prefix}{key}` is {other}, expected `{value}`"
-    inner = output.get("text_config"), source.get("text_config")
-    if isinstance(inner[0], Mapping) and isinstance(inner[1], Mapping):
-        yield from _lone_keys(inner[0], inner[1], rules, f"{prefix}text_config.")
+    for key in sorted((output.keys() & source.keys()) - {*_ELSEWHERE}):
+        inner = output[key], source[key]
+        if isinstance(inner[0], Mapping) and isinstance(inner[1], Mapping):
+            facts = model_facts(inner[0]), model_facts(inner[1])
+            section = _Section(str(source.get("model_type")), key)
+            yield from _lone_keys(*facts, rules, f"{prefix}{key}.", section)
 
 
-def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+class _Section(NamedTuple):
+    """A part of a config, such as `vision_config`, that need not say its own model type."""
+
+    model_type: str
+    key: str
+
+
+def _defaults(config: Mapping[str, Any], within: _Section | None) -> dict[str, Any]:
     """Return what transformers takes for keys that are missing; those it computes too."""
     from quantload.layers.config_class import config_defaults  # transformers: seconds
 
     found = config_defaults(str(config.get("model_type")))
+    if not found and within is not None:
+        outer = config_defaults(within.model_type).get(within.key)
+        found = dict(outer) if isinstance(outer, Mapping) else {}
     own = {**found, **config}
     for key, of in (("head_dim", "hidden_size"), ("num_key_value_heads", None)):
         computed = _part(found, of)

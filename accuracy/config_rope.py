@@ -14,6 +14,7 @@ from typing import Any
 from quantload.accuracy.config_check import OF_ROPE, ROPE, ConfigDifference, is_same
 
 _USUAL_THETA = 10000.0  # of most models whose config does not say it
+_USUAL = {"rope_theta": _USUAL_THETA, "rope_type": "default"}
 _LENGTHS = ("max_position_embeddings", "original_max_position_embeddings")
 _BY_LENGTH = ("dynamic", "longrope")  # kinds that compute with the greatest length
 # of the functions in transformers 5's modeling_rope_utils.py
@@ -31,9 +32,10 @@ def rope_differences(
     """
     if _written(output) == _written(source):
         return
-    found, expected = _rope(output), _rope(source)
-    if found is None or expected is None:
+    ropes = _rope(output), _rope(source)
+    if ropes == (None, None):
         return
+    found, expected = (_USUAL if rope is None else rope for rope in ropes)
     kinds = [key for key in found.keys() & expected.keys() if key.endswith("rope_type")]
     of_one_kind = all(found[key] == expected[key] for key in kinds)
     for key in sorted(found.keys() | expected.keys()):

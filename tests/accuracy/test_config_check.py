@@ -78,12 +78,13 @@ def test_a_base_of_rope_that_is_missing_is_that_of_its_model_type(kind):
     config = {**CONFIG, "model_type": kind}
     without = {key: value for key, value in config.items() if key != "rope_theta"}
     new = {**without, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
-    lacking = (*([without] if kind == "qwen3_moe" else []), {**without, "rope_parameters": {}})
-    for found in (*lacking, {**without, "rope_parameters": {"rope_type": "default"}}):
+    lacking = ({}, {"rope_parameters": {}}, {"rope_parameters": {"rope_type": "default"}})
+    for found in ({**without, **rope} for rope in lacking):
         for held in (config, new):
-            if kind == "qwen3_moe" or found.get("rope_parameters"):
-                line = "config: `rope_theta` of RoPE is `10000.0`, expected `500000.0`"
-                assert config_differences(found, held) == [line]
+            line = "config: `rope_theta` of RoPE is `10000.0`, expected `500000.0`"
+            assert config_differences(found, held) == [line]
+            line = "config: `rope_theta` of RoPE is `500000.0`, expected `10000.0`"
+            assert config_differences(held, found) == [line]
         assert config_differences(found, {**config, "rope_theta": 10000.0}) == []
     assert config_differences(new, config) == config_differences(config, new) == []
 
@@ -183,3 +184,17 @@ def test_no_tool_writes_what_is_taken_for_a_change():
         pairs += len(same)
         assert [config_differences(config, base) for base in same] == [[] for _ in same], path
     assert pairs > 150
+
+
+@pytest.mark.parametrize("own", [{"model_type": "siglip_vision_model"}, {}])
+def test_a_key_that_a_section_lacks_has_the_default_of_its_class(own):
+    """Sections of old files do not say their model type; the outer one knows it."""
+    section = {**own, "hidden_size": 64}
+    held = {"model_type": "gemma3", "vision_config": section}
+    changed = {**held, "vision_config": {**section, "layer_norm_eps": 0.1}}
+    (line,) = config_differences(changed, held)
+    assert line == "config: `vision_config.layer_norm_eps` is `0.1`, expected the default `1e-06`"
+    (line,) = config_differences(held, changed)
+    assert "`vision_config.layer_norm_eps` is the default" in line
+    usual = {**section, "layer_norm_eps": 1e-6, "torch_dtype": "bfloat16", "use_cache": False}
+    assert config_differences({**held, "vision_config": usual}, held) == []
