@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -23,10 +24,18 @@ from quantload.accuracy.verify_output import verify_output
 from quantload.api_explain import explain
 from quantload.api_generate import load_tokenizer
 from quantload.api_load import load, load_model, model_shares, parse_device
-from quantload.api_plan import facts_of, inspect, plan
-from quantload.errors import ConfigError, QuantloadError
+from quantload.api_plan import as_source, facts_of, inspect, plan
+from quantload.arguments import (
+    as_path,
+    as_sequences,
+    as_texts,
+    check_flags,
+    check_progress,
+    check_type,
+)
+from quantload.errors import ConfigError, QuantloadError, WrongType
 from quantload.loader.convert import run_plan
-from quantload.loader.model_dtype import config_dtype
+from quantload.loader.model_dtype import own_dtype, parse_dtype
 from quantload.loader.peak_memory import peak_rss
 from quantload.loader.plan import Plan, PlanOptions
 from quantload.loader.ranks import Ranks
@@ -35,6 +44,8 @@ from quantload.loader.staging import check_place
 from quantload.loader.workers import Resources
 from quantload.progress import Progress, Silent
 from quantload.quant.scheme import Scheme
+
+_EXECUTE = "`quantload.api.execute(plan, output)` carries out what `quantload.plan` returned"
 
 
 @dataclass(frozen=True)
@@ -79,9 +90,13 @@ def execute(
     Raises:
         OutputError: The folder is taken or cannot be written.
     """
+    check_type("plan", plan, Plan, expected="what `quantload.plan` returns", hint=_EXECUTE)
+    check_flags(verify_output=verify_output)
+    _check_run(progress, resources)
+    place = as_path("output", output, expected="a new folder")
     progress, ranks = progress or Silent(), ranks or Ranks()
     started = time.perf_counter()
-    folder = run_plan(plan, Path(output), progress, resources, ranks)
+    folder = run_plan(plan, place, progress, resources, ranks)
     done = Conversion(plan, folder, None, time.perf_counter() - started, peak_rss())
     if not verify_output or not ranks.is_first:
         return done
@@ -126,15 +141,24 @@ def convert(
     Raises:
         QuantloadError: See `plan` and `execute`.
     """
-    check_place(Path(output))
+    check_flags(verify_output=verify_output)
+    _check_run(progress, resources)
+    if isinstance(source, Plan):
+        raise WrongType("`source` is a plan, expected a checkpoint", hint=_EXECUTE)
+    check_place(as_path("output", output, expected="a new folder"))
     made = plan(source, scheme, **decisions)
     return execute(
         made, output, verify_output=verify_output, progress=progress, resources=resources
     )
 
 
+def _check_run(progress: object, resources: object) -> None:
+    check_progress(progress)
+    check_type("resources", resources, (Resources, NoneType), expected="a `Resources`")
+
+
 def verify(
-    output: str | Path,
+    output: str | Path | Source,
     source: str | Path | Source,
     *,
     nearest: bool = False,
@@ -149,19 +173,21 @@ def verify(
             what `convert` wrote, see `verify_output`.
         progress: Draws progress; silent by default.
     """
-    opened = source if isinstance(source, Source) else inspect(source)
-    return verify_output(inspect(output), opened, progress or Silent(), nearest=nearest)
+    check_flags(nearest=nearest)
+    check_progress(progress)
+    made, opened = as_source("output", output), as_source("source", source)
+    return verify_output(made, opened, progress or Silent(), nearest=nearest)
 
 
 def compare(  # noqa: PLR0913 - a keyword for each choice of the user
-    reference: str | Path,
-    candidate: str | Path,
+    reference: str | Path | Source,
+    candidate: str | Path | Source,
     *,
     sequences: Sequence[Sequence[int]] = (),
     tier: Tier | None = None,
     limits: Sequence[str] = (),
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = torch.float32,
+    dtype: torch.dtype | str | None = torch.float32,
     progress: Progress | None = None,
     resources: Resources | None = None,
     trust_remote_code: bool = False,
@@ -179,7 +205,7 @@ def compare(  # noqa: PLR0913 - a keyword for each choice of the user
         limits: Conditions of failure such as `layer.sqnr<15`, in place of the built-in limits on
             the size of errors; see `accuracy/limits.py`.
         device: Where the models run; default cuda if there is one.
-        dtype: dtype in which they run; None takes that of each config.
+        dtype: dtype in which they run; None and "auto" take that of the reference.
         progress: Draws progress; silent by default.
         resources: Memory and threads for weights.
         trust_remote_code: Run modelling code that comes with a checkpoint.
@@ -190,9 +216,13 @@ def compare(  # noqa: PLR0913 - a keyword for each choice of the user
         ConfigError: A limit cannot be read, or its statistic is not measured in this tier; there
             are no sequences where they are needed.
     """
-    progress, parsed = progress or Silent(), [parse_limit(limit) for limit in limits]
-    tier = checked_tier(tier, parsed, has_tokens=any(len(ids) for ids in sequences))
-    sources = inspect(reference), inspect(candidate)
+    check_flags(trust_remote_code=trust_remote_code)
+    _check_run(progress, resources)
+    parsed = [parse_limit(text) for text in as_texts("limits", limits, example="layer.sqnr<15")]
+    progress, sequences = progress or Silent(), as_sequences("sequences", sequences)
+    place, kind = parse_device(device), parse_dtype(dtype)
+    tier = checked_tier(tier, parsed, has_tokens=any(sequences))
+    sources = as_source("reference", reference), as_source("candidate", candidate)
     structure = compare_structure(*sources, progress)
     one, other = (source.checkpoint.config for source in sources)
     found = ModelComparison(layers=(), **lone_names(*apart_alike(*sources)))
@@ -207,14 +237,13 @@ def compare(  # noqa: PLR0913 - a keyword for each choice of the user
     if tier in ("layers", "end"):
         from quantload.accuracy.compare_outputs import compare_running  # transformers: seconds
 
-        own = config_dtype(sources[0].checkpoint.config) or torch.float32
         try:
             outputs = compare_running(
                 *sources,
                 sequences,
                 progress,
-                device=parse_device(device),
-                dtype=dtype or own,
+                device=place,
+                dtype=kind or own_dtype(sources[0]),
                 trust_remote_code=trust_remote_code,
                 isolated_only=tier == "layers",
             )
@@ -231,7 +260,7 @@ def compare(  # noqa: PLR0913 - a keyword for each choice of the user
 
 
 def _tokens(sequences: Sequence[Sequence[int]]) -> ComparedTokens:
-    kept = [ids for ids in sequences if len(ids)]
+    kept = [ids for ids in sequences if ids]
     return ComparedTokens(sha256=ids_digest(kept), count=sum(map(len, kept)), sequences=len(kept))
 
 

@@ -16,9 +16,16 @@ from quantload.accuracy.score_table import Cost, Score, ScoreTable
 from quantload.accuracy.scoring import KEEP, HowToScore, score_layers, scored_at
 from quantload.accuracy.statistics import source_digest
 from quantload.api_load import parse_device
-from quantload.api_plan import inspect, plan
+from quantload.api_plan import as_source, plan
+from quantload.arguments import (
+    as_sequences,
+    as_texts,
+    check_flags,
+    check_progress,
+    check_type,
+)
 from quantload.errors import ConfigError
-from quantload.loader.model_dtype import parse_dtype
+from quantload.loader.model_dtype import own_dtype, parse_dtype
 from quantload.loader.plan import Plan
 from quantload.loader.quantized_view import quantized_view
 from quantload.loader.source import Source
@@ -150,7 +157,7 @@ def allocate_schemes(  # noqa: PLR0913 - a keyword for each choice of the user
             them.
         verify: Run the mixes; without it the mix by scores is taken as it is.
         device: Where the model runs; None takes CUDA where there is one.
-        dtype: dtype in which it runs.
+        dtype: dtype in which it runs; "auto" takes the checkpoint's own.
         progress: Draws progress; silent by default.
         trust_remote_code: Run modelling code that comes with the checkpoint.
 
@@ -159,6 +166,12 @@ def allocate_schemes(  # noqa: PLR0913 - a keyword for each choice of the user
             tokens, or scores are of another checkpoint.
         QuantloadError: As `load`.
     """
+    check_flags(verify=verify, trust_remote_code=trust_remote_code)
+    check_progress(progress)
+    check_type("bits", bits, (int, float), expected="a number")
+    place, kind = parse_device(device), parse_dtype(dtype)
+    schemes = as_texts("schemes", schemes, example="W4A16")
+    sequences = as_sequences("sequences", sequences)
     if not (math.isfinite(bits) and bits > 0):
         raise ConfigError(f"found a budget of `{bits}` bits a weight, expected a positive number")
     names = list(dict.fromkeys(schemes))
@@ -173,12 +186,11 @@ def allocate_schemes(  # noqa: PLR0913 - a keyword for each choice of the user
             "judge",
             hint="give a longer text; `--no-data --no-verify` runs nothing",
         )
-    opened = inspect(source)
-    kind = parse_dtype(dtype) if isinstance(dtype, str) else dtype
+    opened = as_source("source", source)
     how = HowToScore(
         score=score,
-        device=parse_device(device),
-        dtype=kind or torch.float32,
+        device=place,
+        dtype=kind or own_dtype(opened),
         trust_remote_code=trust_remote_code,
     )
     told = progress or Silent()

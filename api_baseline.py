@@ -47,7 +47,8 @@ from quantload.accuracy.baseline_tokens import tokens_of
 from quantload.accuracy.baseline_tolerances import Tolerances, widened
 from quantload.accuracy.baseline_verdict import FEWEST_TOKENS, BaselineReport, judge
 from quantload.api_load import parse_device
-from quantload.api_plan import inspect
+from quantload.api_plan import as_source
+from quantload.arguments import as_path, check_counts, check_flags, check_progress
 from quantload.errors import (
     BaselineError,
     ConfigError,
@@ -56,7 +57,7 @@ from quantload.errors import (
     QuantloadError,
     counted,
 )
-from quantload.loader.model_dtype import parse_dtype
+from quantload.loader.model_dtype import own_dtype, parse_dtype
 from quantload.loader.source import Source
 from quantload.progress import Progress, Silent
 
@@ -98,7 +99,7 @@ def write_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
             from how far these lie from `candidate`.
         sketch: Keep a sketch of the reference beside the file, for checks without it.
         device: Where both run; None takes CUDA where there is one.
-        dtype: dtype in which both run.
+        dtype: dtype in which both run; "auto" takes the reference's own.
         overwrite: Replace a file that is there.
         inherit: What is replaced hands on what is said above; False writes anew whatever is there.
         progress: Draws progress; silent by default.
@@ -110,19 +111,21 @@ def write_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
         ConfigError: Repeats are asked for, and there are no tokens to run; or `sequences` are no
             lists of token ids.
     """
-    place = Path(file)
+    check_flags(overwrite=overwrite, inherit=inherit)
+    check_counts(0, repeats=repeats)
+    place = as_path("file", file, expected="a JSON file")
     replaced = _replaced(place, overwrite=overwrite, inherit=inherit)
     tokens = None if replaced is None else replaced.tokens
     if sequences is not None:
         tokens = tokens_of(sequences)
     check_repeats(repeats, tokens)
-    setting = _setting(device, dtype, progress)
-    source, opened = inspect(reference), inspect(candidate)
+    source, opened = as_source("reference", reference), as_source("candidate", candidate)
+    setting = _setting(device, dtype, progress, own=source)
     keeps_sketch = sketch if sketch is not None else bool(replaced and replaced.sketch)
     how = Measuring(collects=Sketch() if keeps_sketch else None)
     made = measured_baseline(source, opened, tokens, setting, how)
     if repeats or remade:
-        others = [inspect(again) for again in remade]
+        others = [as_source("remade", again) for again in remade]
         noise = measured_noise(made, source, opened, setting, repeats=repeats, remade=others)
         allowed = widened(tolerances or Tolerances(), noise, num_layers=len(opened.weights))
         made = replace(made, tolerances=allowed, repeats=noise)
@@ -194,10 +197,10 @@ def check_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
     """
     if measure_all and reference is None:
         raise ConfigError("all layers can be measured only against the reference", hint="`--ref`")
-    place, setting = Path(file), _setting(device, dtype, progress)
-    baseline = read_baseline(place)
-    opened = inspect(candidate)
-    source = None if reference is None else inspect(reference)
+    check_flags(measure_all=measure_all, run=run)
+    baseline = read_baseline(place := as_path("file", file, expected="a JSON file"))
+    opened, source = as_source("candidate", candidate), _reference(reference)
+    setting = _setting(device, dtype, progress, own=source or opened)
     if source is not None:
         _check_reference_config(baseline, source)
     how = Measuring(known=baseline.layers, only=only, again=measure_all)
@@ -239,6 +242,10 @@ def check_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
         config += tuple(changed_quantization(baseline.quantization, said))
     report = _report(held, made, now, ran=outputs is not None, dtype=dtype_name(setting.dtype))
     return replace(report, config=config, notes=(*notes, *report.notes))
+
+
+def _reference(reference: str | Path | None) -> Source | None:
+    return None if reference is None else as_source("reference", reference)
 
 
 def _check_reference_config(baseline: Baseline, source: Source) -> None:
@@ -303,10 +310,14 @@ def _notes(
 
 
 def _setting(
-    device: str | torch.device | None, dtype: str | torch.dtype, progress: Progress | None
+    device: str | torch.device | None,
+    dtype: str | torch.dtype,
+    progress: Progress | None,
+    *,
+    own: Source,
 ) -> Setting:
-    kind = parse_dtype(dtype) if isinstance(dtype, str) else dtype
-    assert kind is not None, "every name is of a dtype"
+    check_progress(progress)
+    kind = parse_dtype(dtype) or own_dtype(own)
     return Setting(parse_device(device), kind, progress or Silent())
 
 

@@ -12,6 +12,7 @@ import torch
 
 from quantload.api_load import parse_device
 from quantload.errors import ConfigError
+from quantload.loader.model_dtype import parse_dtype
 from quantload.loader.peak_memory import peak_rss
 from quantload.quant.scheme import parse_scheme
 from quantload.runtime.generate import Decoder, Rules
@@ -104,7 +105,7 @@ def synthetic(
     scheme: str | None = None,
     *,
     device: str | torch.device | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | str | None = None,
     layers: int | None = None,
 ) -> PreTrainedModel:
     """Build a model of a named shape with random weights, on the device.
@@ -113,7 +114,7 @@ def synthetic(
         name: Such as "llama-8b"; a wrong one lists them all.
         scheme: Scheme of the linear layers of its blocks; None is full precision.
         device: Where it is built; None takes CUDA where there is one.
-        dtype: dtype of activations and full-precision parameters.
+        dtype: dtype of activations and full-precision parameters; None is bfloat16.
         layers: Number of blocks; None is that of the shape.
 
     Raises:
@@ -122,7 +123,8 @@ def synthetic(
     from quantload.layers.synthetic import build_synthetic  # transformers: seconds to import
 
     chosen = parse_scheme(scheme or "dense")
-    return build_synthetic(name, chosen, device=parse_device(device), dtype=dtype, layers=layers)
+    kind = parse_dtype(dtype) or torch.bfloat16
+    return build_synthetic(name, chosen, device=parse_device(device), dtype=kind, layers=layers)
 
 
 def bench(  # noqa: PLR0913 - a keyword for each choice of the user

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from quantload.api_load import parse_device
-from quantload.api_plan import inspect
+from quantload.api_plan import as_source
+from quantload.arguments import (
+    as_sequences,
+    check_choice,
+    check_counts,
+    check_flags,
+    check_progress,
+)
 from quantload.errors import ConfigError
-from quantload.loader.model_dtype import config_dtype
+from quantload.loader.model_dtype import own_dtype, parse_dtype
 from quantload.loader.source import Source
 from quantload.progress import Progress, Silent
 
@@ -30,7 +37,7 @@ def bisect(  # noqa: PLR0913 - a keyword for each choice of the user
     first_tokens: int = 256,
     top: int = 10,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = torch.float32,
+    dtype: torch.dtype | str | None = torch.float32,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> Attribution:
@@ -47,7 +54,7 @@ def bisect(  # noqa: PLR0913 - a keyword for each choice of the user
         first_tokens: Tokens on which every unit is tried.
         top: How many units are then looked at closer, on all tokens; 0 for none.
         device: Where the models run; None takes CUDA where there is one.
-        dtype: dtype in which they run; None takes that of the reference's config.
+        dtype: dtype in which they run; None and "auto" take the reference's own.
         progress: Draws progress; silent by default.
         trust_remote_code: Run modelling code that comes with a checkpoint.
 
@@ -57,16 +64,18 @@ def bisect(  # noqa: PLR0913 - a keyword for each choice of the user
             finite.
         ModelError: The model has no logits.
     """
-    if by not in _UNITS or first_tokens < 1 or top < 0:
-        raise ConfigError(
-            f"found `by={by}`, `first_tokens={first_tokens}`, `top={top}`, expected `layer`, "
-            "`group` or `block`, one token or more, and no negative number"
-        )
+    check_choice("by", by, _UNITS)
+    check_counts(1, first_tokens=first_tokens)
+    check_counts(0, top=top)
+    check_flags(trust_remote_code=trust_remote_code)
+    check_progress(progress)
+    place, kind = parse_device(device), parse_dtype(dtype)
+    sequences = as_sequences("sequences", sequences)
     if not any(sequences):
         raise ConfigError("no tokens", hint="give a text, prompts or token ids")
     from quantload.accuracy.attribution import Settings, attribute_drift  # transformers: seconds
 
-    one, other = (s if isinstance(s, Source) else inspect(s) for s in (reference, candidate))
+    one, other = as_source("reference", reference), as_source("candidate", candidate)
     return attribute_drift(
         one,
         other,
@@ -76,8 +85,8 @@ def bisect(  # noqa: PLR0913 - a keyword for each choice of the user
             by=by,
             first_tokens=first_tokens,
             top=top,
-            device=parse_device(device),
-            dtype=dtype or config_dtype(one.checkpoint.config) or torch.float32,
+            device=place,
+            dtype=kind or own_dtype(one),
             trust_remote_code=trust_remote_code,
         ),
     )

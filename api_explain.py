@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from quantload.errors import ConfigError, counted, listed
+from quantload.arguments import check_counts, check_type
+from quantload.errors import counted, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from quantload.layers.kernel_facts import Call
     from quantload.layers.surgery import LinearReport
+
+
+_LOAD = "`quantload.load` loads one; `quantload inspect` says what a checkpoint holds"
 
 
 class Explanation(list["LinearReport"]):
@@ -84,12 +88,28 @@ def explain(model: PreTrainedModel, *, tokens: int | Sequence[int] = ()) -> Expl
     Raises:
         ConfigError: A number of tokens is not positive.
     """
+    from torch import nn
+
     from quantload.layers.surgery import explain as explain_layers  # transformers: seconds
 
-    asked = [tokens] if isinstance(tokens, int) else list(tokens)
-    if any(m < 1 for m in asked):
-        raise ConfigError(f"tokens `{min(asked)}`, expected at least 1")
+    asked = as_token_counts(tokens)
+    check_type("model", model, nn.Module, expected="a loaded model", hint=_LOAD)
     return Explanation(explain_layers(model, asked))
+
+
+def as_token_counts(tokens: int | Sequence[int]) -> list[int]:
+    """Return the numbers of tokens that a user asks about, one or several.
+
+    Raises:
+        ConfigError: One is not positive.
+        WrongType: They are no whole numbers.
+    """
+    given: Any = tokens  # whatever is passed
+    alone = isinstance(given, str | bytes) or not hasattr(given, "__iter__")
+    asked = [given] if alone else list(given)
+    for count in asked:
+        check_counts(1, tokens=count)
+    return [int(count) for count in asked]
 
 
 def _alike(reports: Iterable[LinearReport]) -> list[list[LinearReport]]:

@@ -7,15 +7,25 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from quantload.api_load import load
-from quantload.api_plan import inspect
-from quantload.errors import ConfigError, ModelError, UnsupportedVariant
+from quantload.arguments import (
+    as_prompts,
+    as_texts,
+    as_token_ids,
+    check_callable,
+    check_counts,
+    check_flags,
+    check_tokenizer,
+    check_type,
+)
+from quantload.errors import ConfigError, ModelError
 from quantload.loader.gguf_tokenizer import write_tokenizer
-from quantload.loader.kept_scales import read_cache_scales
 from quantload.loader.open import open_checkpoint
 from quantload.runtime.generate import Decoder, NewToken, Reason, Rules
 from quantload.runtime.step_model import CacheScales
@@ -29,6 +39,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("quantload")
 
 Prompt = str | Sequence[int]
+_LOAD = "`quantload.load` loads one; `quantload.generate` takes a path as well"
+_A_DTYPE = "a dtype of torch, for example `torch.float8_e4m3fn`"
 
 
 class Piece(NamedTuple):
@@ -99,6 +111,11 @@ class TextDecoder:
         from quantload.layers.decoding import step_model  # transformers: seconds to import
         from quantload.layers.step_model import why_not_decodable
 
+        check_type("model", model, nn.Module, expected="a loaded model", hint=_LOAD)
+        check_tokenizer(tokenizer)
+        check_flags(graphs=graphs)
+        check_type("fused", fused, (bool, NoneType), expected="`True`, `False` or None")
+        check_type("cache_dtype", cache_dtype, (torch.dtype, NoneType), expected=_A_DTYPE)
         self.model, self.tokenizer = model, tokenizer
         self.decoder: Decoder | None = None
         generates = getattr(model, "can_generate", None)
@@ -119,7 +136,7 @@ class TextDecoder:
         sampling: Sampling | None = None,
     ) -> Iterator[Piece]:
         """Yield what each token adds, in the order of the steps; see `generate`."""
-        ids = [self._ids_of(prompt, chat=chat) for prompt in _several(prompts)]
+        ids = [self._ids_of(prompt, chat=chat) for prompt in as_prompts(prompts)]
         return self._stream(ids, max_new_tokens, stop, sampling)
 
     def generate(
@@ -149,7 +166,9 @@ class TextDecoder:
             ConfigError: Settings or prompts that mean nothing, or that the model cannot hold.
             ModelError: Texts without a tokenizer, or `chat` without a chat template.
         """
-        prompts = [self._ids_of(prompt, chat=chat) for prompt in _several(prompts)]
+        check_flags(chat=chat)
+        check_callable("emit", emit)
+        prompts = [self._ids_of(prompt, chat=chat) for prompt in as_prompts(prompts)]
         texts, ids = [""] * len(prompts), [[] for _ in prompts]  # type: ignore[var-annotated]
         reasons: list[Reason] = [""] * len(prompts)
         for piece in self._stream(prompts, max_new_tokens, stop, sampling):
@@ -167,7 +186,7 @@ class TextDecoder:
         if not isinstance(prompt, str):
             if chat:
                 raise ConfigError("`chat` with token ids, expected texts")
-            return prompt
+            return as_token_ids("prompts", prompt)
         if self.tokenizer is None:
             raise ModelError(
                 "a prompt is text and there is no tokenizer",
@@ -184,6 +203,8 @@ class TextDecoder:
         stop: Sequence[str],
         sampling: Sampling | None,
     ) -> Iterator[Piece]:
+        check_counts(1, max_new_tokens=max_new_tokens)
+        stop = as_texts("stop", stop, example="\n\n")
         if stop and self.tokenizer is None:
             raise ConfigError("stop strings without a tokenizer, expected one")
         if not prompts:
@@ -260,42 +281,6 @@ class TextDecoder:
         )
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts of a call that may be given one alone."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]  # the ids of one
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def cache_scales(source: str | Path, layers: int) -> CacheScales:
-    """Return the scales that a checkpoint has for keys and values in FP8; ones where it has none.
-
-    Args:
-        source: A folder, a GGUF file or a hub id.
-        layers: How many the model has.
-
-    Raises:
-        UnsupportedVariant: They are no scales of whole layers.
-    """
-    found = read_cache_scales(inspect(source))
-    if found is None:
-        _log.warning("`%s` has no scales for its key-value cache: taken as 1", source)
-        return unit_scales(layers)
-    if len(found[0]) != layers:
-        raise UnsupportedVariant(
-            f"cache scales of {len(found[0])} layers, expected {layers}, in `{source}`"
-        )
-    keys, values = found
-    return CacheScales(torch.tensor(keys), torch.tensor(values))
-
-
-def unit_scales(layers: int) -> CacheScales:
-    """Return scales of 1, for values that FP8 holds as they are, up to 448."""
-    return CacheScales(torch.ones(layers), torch.ones(layers))
-
-
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a checkpoint; a GGUF file's is made from its metadata.
 
@@ -359,6 +344,9 @@ def generate(  # noqa: PLR0913 - a keyword for each choice of the user
     """
     from quantload.layers.sampling import Sampling  # transformers: seconds to import
 
+    check_flags(sample=sample)
+    check_tokenizer(tokenizer)
+    check_type("seed", seed, (int, NoneType), expected="a whole number or None")
     if isinstance(model, str | Path):
         tokenizer = tokenizer or (load_tokenizer(model) if _has_text(prompts) or stop else None)
         model = load(model)
@@ -383,15 +371,13 @@ def generate(  # noqa: PLR0913 - a keyword for each choice of the user
 
 
 def _has_text(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return any(isinstance(prompt, str) for prompt in _several(prompts))
+    return any(isinstance(prompt, str) for prompt in as_prompts(prompts))
 
 
 __all__ = [
     "Completion",
     "Piece",
     "TextDecoder",
-    "cache_scales",
     "generate",
     "load_tokenizer",
-    "unit_scales",
 ]

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING
 
 import torch
 
-from quantload.api_plan import Rules, inspect, source_to_load
-from quantload.errors import ConfigError, MissingTensor
+from quantload.api_plan import Rules, as_source, inspect, source_to_load
+from quantload.arguments import check_counts, check_flags, check_progress, check_type
+from quantload.errors import MissingTensor
 from quantload.loader.assign import assign, planned
-from quantload.loader.model_dtype import config_dtype, parse_dtype
+from quantload.loader.model_dtype import own_dtype, parse_dtype
 from quantload.loader.places import RankShare
 from quantload.loader.plan import Plan
 from quantload.loader.source import Source
 from quantload.mappers.facts import missing_layers
 from quantload.progress import Progress
 from quantload.quant.scheme import Scheme
+from quantload.runtime.devices import parse_device
 from quantload.runtime.parallel import Parallel
 from quantload.written_models import load_written
 
@@ -28,21 +31,6 @@ if TYPE_CHECKING:
 
     from quantload.layers.model_shares import ModuleShare
     from quantload.layers.preparation import PreparedModel
-
-
-def parse_device(device: str | torch.device | None) -> torch.device:
-    """Return a device; None is CUDA where there is one, else the CPU.
-
-    Raises:
-        ConfigError: There is no such device here.
-    """
-    try:
-        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device: `{device}`, expected `cpu` or `cuda`") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"no CUDA device here: found `{device}`", hint="use `cpu`")
-    return found
 
 
 def load(  # noqa: PLR0913 - a keyword for each choice of the user
@@ -79,7 +67,8 @@ def load(  # noqa: PLR0913 - a keyword for each choice of the user
         group_size: Group size of `scheme`.
         device: Where the model lives, and where weights are quantized; None takes CUDA where there
             is one.
-        dtype: dtype of activations and full-precision parameters; None takes the config's.
+        dtype: dtype of activations and full-precision parameters; None and "auto" take the
+            config's, or the one in which most floats are stored if it names none.
         fuse: Run q/k/v and gate/up as one product each.
         quantize_inputs: Round the inputs of layers as the checkpoint says; False keeps them in full
             precision, so that the model shows its weights alone.
@@ -97,9 +86,16 @@ def load(  # noqa: PLR0913 - a keyword for each choice of the user
 
     Raises:
         QuantloadError: The checkpoint is not sound, or transformers cannot build its model.
-        ConfigError: Scheme and rules do not fit, or quantize nothing.
+        ConfigError: Scheme and rules do not fit, or quantize nothing; or an argument is of a type
+            or value that is not taken.
     """
-    place = parse_device(device or (parallel.device if parallel else None))
+    check_flags(fuse=fuse, quantize_inputs=quantize_inputs, exact=exact)
+    check_flags(trust_remote_code=trust_remote_code)
+    check_type("fast_paths", fast_paths, (bool, NoneType), expected="`True`, `False` or None")
+    _check_parallel(parallel)
+    check_progress(progress)
+    kind = parse_dtype(dtype)
+    place = parse_device(parallel.device if parallel and device is None else device)
     opened = source_to_load(
         source,
         scheme,
@@ -111,7 +107,7 @@ def load(  # noqa: PLR0913 - a keyword for each choice of the user
     return load_model(
         opened,
         device=place,
-        dtype=parse_dtype(dtype) if isinstance(dtype, str) else dtype,
+        dtype=kind,
         fuse=fuse,
         quantize_inputs=quantize_inputs,
         exact=exact,
@@ -119,6 +115,23 @@ def load(  # noqa: PLR0913 - a keyword for each choice of the user
         parallel=parallel,
         progress=progress,
         trust_remote_code=trust_remote_code,
+    )
+
+
+def _check_parallel(parallel: object) -> None:
+    """Refuse what is no `Parallel`; None is one process.
+
+    Raises:
+        WrongType: It is something else, as a number of GPUs.
+    """
+    is_count = isinstance(parallel, int) and not isinstance(parallel, bool) and parallel > 1
+    check_type(
+        "parallel",
+        parallel,
+        (Parallel, NoneType),
+        expected="a `quantload.Parallel`, or None for one process",
+        hint=f"`Parallel.from_environment(tp={parallel if is_count else 'N'})`, in a script that "
+        f"`torchrun --nproc-per-node {parallel if is_count else 'N'}` starts",
     )
 
 
@@ -194,7 +207,7 @@ def _prepared(
     config, folder = source.checkpoint.config, source.checkpoint.folder
     if reason := missing_layers(config, source.checkpoint.tensors):
         raise MissingTensor(f"`{source.checkpoint.name}` is incomplete: {reason}")
-    dtype = dtype or config_dtype(config) or source.stored_dtype or torch.float32
+    dtype = dtype or own_dtype(source)
     model = meta_model.build_on_meta(
         config, folder, dtype=dtype, trust_remote_code=trust_remote_code
     )
@@ -230,7 +243,9 @@ def model_shares(
     """
     from quantload.layers.model_shares import shares_of  # transformers: seconds to import
 
-    opened = source if isinstance(source, Source) else inspect(source)
+    check_flags(trust_remote_code=trust_remote_code)
+    check_counts(1, tp=tp, pp=pp)
+    opened = as_source("source", source)
     found = []
     for stage in range(pp):
         parallel = Parallel(tp_size=tp, pp_rank=stage, pp_size=pp)

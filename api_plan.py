@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 
 import torch
 
+from quantload.arguments import check_flags, check_source, check_type
 from quantload.errors import ConfigError
 from quantload.layers.facts import probe_facts, ready_to_probe
 from quantload.layers.short_process import Ask
@@ -23,6 +25,7 @@ from quantload.quant.rules import QuantConfig
 from quantload.quant.scheme import DENSE, SAME, Scheme
 
 Rules = Mapping[str, object] | Iterable[str]
+_PLAN = "for example `PlanOptions(dtype=torch.bfloat16)`, of `quantload.loader.plan`"
 
 
 def inspect(source: str | Path) -> Source:
@@ -33,6 +36,23 @@ def inspect(source: str | Path) -> Source:
     """
     with without_collections():
         return open_source(open_checkpoint(source))
+
+
+def as_source(name: str, source: str | Path | Source) -> Source:
+    """Return an opened checkpoint: the source itself, or what is opened at a path.
+
+    Args:
+        name: What the argument is called, for messages.
+        source: What `inspect` returned, or what it takes.
+
+    Raises:
+        WrongType: It is something else, as a loaded model.
+        QuantloadError: As `inspect`.
+    """
+    if isinstance(source, Source):
+        return source
+    check_source(name, source)
+    return inspect(source)
 
 
 def facts_of(
@@ -75,10 +95,13 @@ def plan(
     Raises:
         QuantloadError: Rules or scheme do not fit, or the checkpoint is not sound.
     """
+    check_flags(trust_remote_code=trust_remote_code)
+    check_type("options", options, (PlanOptions, NoneType), expected="a `PlanOptions`", hint=_PLAN)
     config = QuantConfig.from_options(scheme, rules, group_size=group_size)
     options = options or PlanOptions()
     if isinstance(source, Source):
         return _planned(source, config, options, trust_remote_code=trust_remote_code)
+    check_source("source", source)
     with ready_to_probe() as ask:
         opened = inspect(source)
         return _planned(opened, config, options, trust_remote_code=trust_remote_code, ask=ask)
@@ -140,7 +163,7 @@ def source_to_load(
                 hint="give them to `quantload.plan`",
             )
         return quantized_view(source, device=device)
-    opened = source if isinstance(source, Source) else inspect(source)
+    opened = as_source("source", source)
     if not is_asked:
         return opened
     config = QuantConfig.from_options(scheme, rules, group_size=group_size)
@@ -157,4 +180,4 @@ def source_to_load(
     return quantized_view(made, device=device)
 
 
-__all__ = ["Rules", "facts_of", "inspect", "plan", "source_to_load"]
+__all__ = ["Rules", "as_source", "facts_of", "inspect", "plan", "source_to_load"]

@@ -14,9 +14,16 @@ from quantload.accuracy.statistics import (
 )
 from quantload.accuracy.statistics_file import check_free
 from quantload.api_load import load_model, parse_device
-from quantload.api_plan import inspect
+from quantload.api_plan import as_source
+from quantload.arguments import (
+    as_path,
+    as_sequences,
+    check_counts,
+    check_flags,
+    check_progress,
+)
 from quantload.errors import ConfigError
-from quantload.loader.model_dtype import parse_dtype
+from quantload.loader.model_dtype import own_dtype, parse_dtype
 from quantload.loader.source import Source
 from quantload.progress import Progress
 
@@ -48,7 +55,7 @@ def stats(  # noqa: PLR0913 - a keyword for each choice of the user
             loaded as a whole.
         max_tokens: Tokens of the sequences that are run, at most; or that are made up.
         device: Where the model runs; None takes CUDA where there is one.
-        dtype: dtype in which it runs.
+        dtype: dtype in which it runs; "auto" takes the checkpoint's own.
         batch_tokens: Tokens that go through a block at a time, at most (or one sequence).
         overwrite: Replace a file that is there.
         progress: Draws progress; silent by default.
@@ -59,11 +66,16 @@ def stats(  # noqa: PLR0913 - a keyword for each choice of the user
         ConfigError: There are no tokens, or they are not of this model.
         QuantloadError: As `load`.
     """
-    check_free(Path(output), overwrite=overwrite)
-    place = parse_device(device)
-    kind = parse_dtype(dtype) if isinstance(dtype, str) else dtype
-    assert kind is not None, "a name is that of a dtype"
-    opened = source if isinstance(source, Source) else inspect(source)
+    check_flags(overwrite=overwrite, trust_remote_code=trust_remote_code)
+    check_counts(1, max_tokens=max_tokens, batch_tokens=batch_tokens)
+    check_progress(progress)
+    file = as_path("output", output, expected="a new file")
+    check_free(file, overwrite=overwrite)
+    if sequences is not None:
+        sequences = as_sequences("sequences", sequences)
+    place, kind = parse_device(device), parse_dtype(dtype)
+    opened = as_source("source", source)
+    kind = kind or own_dtype(opened)
     if sequences is None:
         sequences = generated_tokens(
             opened, max_tokens, device=place, dtype=kind, trust_remote_code=trust_remote_code
@@ -77,7 +89,7 @@ def stats(  # noqa: PLR0913 - a keyword for each choice of the user
         progress=progress,
         trust_remote_code=trust_remote_code,
     )
-    return write_statistics(report, Path(output), overwrite=overwrite)
+    return write_statistics(report, file, overwrite=overwrite)
 
 
 def cut_tokens(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:

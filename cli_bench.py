@@ -60,7 +60,6 @@ def bench(model: str | None, **flags: Any) -> None:  # noqa: ANN401 - click's va
 
 def _model(model: str | None, flags: dict[str, Any]) -> tuple[Any, str]:
     from quantload import api, api_bench, cli_output
-    from quantload.loader.model_dtype import parse_dtype
 
     if (model is None) == (flags["synthetic"] is None):
         raise ConfigError("expected MODEL or `--synthetic NAME`, one of them")
@@ -68,9 +67,7 @@ def _model(model: str | None, flags: dict[str, Any]) -> tuple[Any, str]:
     if model is None:
         name = flags["synthetic"]
         options = {"device": flags["device"], "layers": flags["layers"]}
-        kind = parse_dtype(dtype or "bfloat16")
-        assert kind is not None, "a name is that of a dtype"
-        made = api_bench.synthetic(name, flags["scheme"], dtype=kind, **options)
+        made = api_bench.synthetic(name, flags["scheme"], dtype=dtype, **options)
         return made, f"{name} {flags['scheme'] or 'dense'}, random weights"
     if flags["layers"] is not None:
         raise ConfigError("`--layers` goes with `--synthetic`")

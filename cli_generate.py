@@ -41,7 +41,7 @@ def cache_of(
     """
     import torch
 
-    from quantload.api_generate import cache_scales, unit_scales
+    from quantload.api_cache import cache_scales, unit_scales
 
     kind = _CACHES[name]
     if kind is None:

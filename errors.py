@@ -13,6 +13,7 @@
     |   +-- FormatMismatch         config and tensor headers contradict each other
     |   +-- NotLossless            a weight cannot be written without changing its values
     +-- ConfigError                rules, schemes or options do not fit
+    |   +-- WrongType              an argument is of a type that is not taken
     |   +-- UnknownScheme          not the name of a scheme
     |   +-- UnusedRule             a rule that matches no module
     |   +-- RuleSplitsStack        a rule that quantizes q/k/v or gate/up differently
@@ -94,6 +95,10 @@ class NotLossless(FormatError):
 
 class ConfigError(QuantloadError, ValueError):
     """Rules, schemes or options do not fit."""
+
+
+class WrongType(ConfigError, TypeError):
+    """An argument is of a type that is not taken."""
 
 
 class UnknownScheme(ConfigError):

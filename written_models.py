@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantload.arguments import check_flags, check_progress, check_type
 from quantload.layers.model_leaves import mapper_by_hand
 from quantload.layers.registry import build, model_class_for, set_schemes, tied_by_hand
 from quantload.loader.assign import Assignment, assign
 from quantload.loader.formats import open_source
-from quantload.loader.model_dtype import config_dtype
+from quantload.loader.model_dtype import own_dtype
 from quantload.loader.open import open_checkpoint
 from quantload.loader.source import Source
 from quantload.progress import Progress
+from quantload.runtime.devices import parse_device
 from quantload.runtime.parallel import Parallel
+
+_LOAD = "`quantload.load` builds the model of a checkpoint and fills it"
 
 
 def load_weights(
@@ -47,8 +51,12 @@ def load_weights(
     Raises:
         QuantloadError: Names or shapes do not fit, or the checkpoint is not sound.
     """
+    check_type("model", model, nn.Module, expected="a model that is written by hand", hint=_LOAD)
+    check_flags(quantize_inputs=quantize_inputs, exact=exact)
+    check_progress(progress)
+    place = parse_device(device)
     opened = source if isinstance(source, Source) else open_source(open_checkpoint(source))
-    mapper, place = mapper_by_hand(model), torch.device(device)
+    mapper = mapper_by_hand(model)
     _let_go_of_parameters(model)
     schemes = {name: w.scheme for name, w in opened.weights.items() if w.scheme is not None}
     if not quantize_inputs:
@@ -99,7 +107,7 @@ def load_written(
     model_class = model_class_for(config)
     if model_class is None:
         return None
-    dtype = dtype or config_dtype(config) or source.stored_dtype or torch.float32
+    dtype = dtype or own_dtype(source)
     model = build(model_class, config, dtype=dtype, parallel=parallel or Parallel())
     own: Callable[..., object] | None = getattr(model, "load_weights", None)
     if own is None:

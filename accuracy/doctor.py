@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from quantload.arguments import check_flags
 from quantload.layers.facts import probe_facts
 from quantload.layers.placement import place_names
 from quantload.loader.doctor import Diagnosis, engine_named, examine
@@ -35,6 +36,7 @@ def doctor(
         SourceNotFound: There is nothing of this name.
         ConfigError: No such engine, device or number of devices.
     """
+    check_flags(trust_remote_code=trust_remote_code)
     return examine(
         checkpoint,
         engine_named(engine),

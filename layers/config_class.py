@@ -7,13 +7,22 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from quantload.mappers.dtype_names import DTYPE_KEYS, plain_name
+
 
 def decoded(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """Copy a JSON value; transformers writes infinities as {"__float__": "Infinity"}."""
+    """Copy a JSON value as classes of transformers take it.
+
+    It writes infinities as {"__float__": "Infinity"}; and of dtypes it takes the name alone, where
+    other tools write `str(torch.float16)`.
+    """
     if isinstance(value, dict):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
-        return {key: decoded(part) for key, part in value.items()}
+        return {
+            key: decoded(plain_name(part) if key in DTYPE_KEYS else part)
+            for key, part in value.items()
+        }
     return [decoded(part) for part in value] if isinstance(value, list) else value
 
 
@@ -31,7 +40,7 @@ def effective_rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
     model_type = config.get("model_type")
     if model_type not in CONFIG_MAPPING:
         return None
-    values = {k: decoded(v) for k, v in config.items() if k != "quantization_config"}
+    values = decoded({k: v for k, v in config.items() if k != "quantization_config"})
     try:
         text = CONFIG_MAPPING[str(model_type)].from_dict(values).get_text_config()
     except Exception:  # noqa: BLE001 - whatever a class says of values that it does not take

@@ -107,7 +107,7 @@ def build_on_meta(
 def _config_object(
     config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool
 ) -> PreTrainedConfig:
-    values = {k: decoded(v) for k, v in config.items() if k != "quantization_config"}
+    values = decoded({k: v for k, v in config.items() if k != "quantization_config"})
     if trust_remote_code and "AutoConfig" in (config.get("auto_map") or {}):
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
         if hasattr(loaded, "quantization_config"):

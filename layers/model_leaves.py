@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
+from quantload.arguments import shown
+from quantload.errors import WrongType
 from quantload.mappers.mapper import WeightMapper
 from quantload.mappers.name_rules import NameRules
 
@@ -45,8 +47,9 @@ def mapper_by_hand(model: nn.Module) -> WeightMapper:
     """
     rules = getattr(model, "name_rules", None)
     if rules is not None and not isinstance(rules, NameRules):
-        raise TypeError(
-            f"`{type(model).__name__}.name_rules` is a `{type(rules).__name__}`, expected NameRules"
+        raise WrongType(
+            f"`{type(model).__name__}.name_rules` is {shown(rules)}, expected a `NameRules`",
+            hint="for example `quantload.NameRules(prefix={...})`",
         )
     base = getattr(model, "base_model_prefix", "")
     return WeightMapper(leaves_of(model), base_prefix=base, rules=rules)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from quantload.arguments import check_flags, check_type
 from quantload.errors import ConfigError
 from quantload.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quantload.layers.linear import QuantLinear
@@ -53,8 +54,15 @@ def register_model(
     Raises:
         ConfigError: The class lacks a method, or another one serves the architecture.
     """
+    hint = '`register_model("LlamaForCausalLM", MyLlama)`'
+    expected = "the name of an architecture, as in `architectures` of a config.json"
+    check_type("architecture", architecture, str, expected=expected, hint=hint)
+    if not architecture.strip():
+        raise ConfigError(f"`architecture` is empty, expected {expected}", hint=hint)
+    check_flags(replace=replace)
     if model_class is None:
         return lambda decorated: register_model(architecture, decorated)
+    check_type("model_class", model_class, type, expected="a class, not an object", hint=hint)
     missing = [name for name in _METHODS if not callable(getattr(model_class, name, None))]
     if missing or not issubclass(model_class, nn.Module):
         what = f"has no `{missing[0]}`" if missing else "is no `nn.Module`"
@@ -131,7 +139,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _config_object(config: Mapping[str, Any]) -> object:
     from transformers import CONFIG_MAPPING, PreTrainedConfig  # seconds
 
-    values = {key: value for key, value in config.items() if key != "quantization_config"}
+    from quantload.layers.config_class import decoded
+
+    values = decoded({k: v for k, v in config.items() if k != "quantization_config"})
     kind = str(config.get("model_type"))
     if kind in CONFIG_MAPPING:
         return CONFIG_MAPPING[kind].from_dict(values)

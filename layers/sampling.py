@@ -45,6 +45,11 @@ class Sampling:
     seed: int | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if isinstance(share, int | float) and not 0 <= share <= 1:
+                raise ConfigError(f"`{name}` is {share}, expected a share between 0 and 1")
+
     def settings(self) -> dict[str, Any]:
         """Return what differs from the model's generation config.
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantload.arguments import check_counts, check_source, check_type
 from quantload.errors import (
     ConfigError,
     QuantloadError,
@@ -95,8 +96,13 @@ def engine_named(name: str) -> Engine:
     Raises:
         ConfigError: None of this name is known.
     """
+    known = f"one of {listed(ENGINES)}"
+    check_type("engine", name, str, expected=known)
     if name not in ENGINES:
-        raise ConfigError(f"unknown engine: `{name}`, expected one of {listed(ENGINES)}")
+        raise ConfigError(
+            f"unknown engine: `{name}`, expected {known}",
+            hint=f"did you mean `{name.lower()}`?" if name.lower() in ENGINES else "",
+        )
     return ENGINES[name]
 
 
@@ -123,8 +129,8 @@ def examine(
         SourceNotFound: There is nothing of this name.
         ConfigError: There are not that many devices, or no kernels of the device are known.
     """
-    if parts < 1:
-        raise ConfigError(f"`{parts}` devices, expected at least 1")
+    check_source("checkpoint", name)
+    check_counts(1, parts=parts)
     if engine.devices and device not in engine.devices:
         raise ConfigError(
             f"kernels of {engine.title} on `{device}` are not known, expected "

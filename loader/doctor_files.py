@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from quantload.errors import listed
 from quantload.loader.doctor_subject import Finding, Subject
 from quantload.loader.model_dtype import config_dtype
+from quantload.mappers.dtype_names import plain_name, prefixed_names
 
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
@@ -117,6 +118,20 @@ def config_holds_quantization(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def dtypes_are_names(subject: Subject) -> Iterator[Finding]:
+    """Classes of transformers, which all engines read configs with, look dtypes up in torch."""
+    if prefixed := prefixed_names(subject.checkpoint.config):
+        plain = listed(sorted({str(plain_name(name)) for name in prefixed}))
+        yield Finding(
+            rule="config-field",
+            level="error",
+            found=f"dtype {listed(sorted(set(prefixed)))} in config.json",
+            expected=f"{plain}: a name without `torch.`",
+            hint="change it there, or convert the checkpoint",
+            source=subject.source_of("config-field"),
+        )
+
+
 def dtype_is_served(subject: Subject) -> Iterator[Finding]:
     """Kernels of quantized layers want bfloat16 or float16; a float32 model is run narrower."""
     dtype = config_dtype(subject.checkpoint.config)
@@ -175,6 +190,7 @@ RULES = (
     config_holds_quantization,
     tokenizer_is_there,
     no_other_weights,
+    dtypes_are_names,
     dtype_is_served,
     tied_head_is_plain,
     model_fields_are_there,

@@ -3,38 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quantload.arguments import check_type
 from quantload.errors import ConfigError
+from quantload.mappers.dtype_names import DTYPE_KEYS, plain_name
+
+if TYPE_CHECKING:
+    from quantload.loader.source import Source
 
 DTYPE_NAMES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+AUTO = "auto"  # as in transformers: what the checkpoint says
+_FLOATS = (*DTYPE_NAMES.values(), torch.float64)
+_SHORT = {
+    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
+}
+
+
+def own_dtype(source: Source) -> torch.dtype:
+    """Return the dtype that a checkpoint's model runs in, if nobody asks for another.
+
+    It is that of its config, else the one in which most floats are stored, else float32.
+    """
+    return config_dtype(source.checkpoint.config) or source.stored_dtype or torch.float32
 
 
 def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """Return the dtype that a config.json states, if it states one."""
     text = config.get("text_config")
-    for key in ("dtype", "torch_dtype"):
+    for key in DTYPE_KEYS:
         for holder in (config, text if isinstance(text, Mapping) else {}):
-            name = str(holder.get(key) or "").removeprefix("torch.")
+            name = str(plain_name(holder.get(key)))
             if name in DTYPE_NAMES:
                 return DTYPE_NAMES[name]
     return None
 
 
-def parse_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a name such as "bfloat16"; None stays None.
+def check_dtype(name: str, dtype: object) -> None:
+    """Refuse what is no float dtype of torch; None is one's own.
 
     Raises:
-        ConfigError: No such dtype.
+        WrongType: It is the name of a dtype, or something else.
+        ConfigError: Nothing in full precision is of this dtype.
     """
-    if name is None:
+    hint = "for example `torch.bfloat16`; names are for `load` and the command line"
+    expected = "a dtype of torch, or None for that of the checkpoint"
+    check_type(name, dtype, (torch.dtype, NoneType), expected=expected, hint=hint)
+    assert isinstance(dtype, torch.dtype | None), "checked above"
+    parse_dtype(dtype, name=name)
+
+
+def parse_dtype(dtype: str | torch.dtype | None, *, name: str = "dtype") -> torch.dtype | None:
+    """Return the dtype that a user asks for; None and "auto" are None: the checkpoint's own.
+
+    Args:
+        dtype: A name such as "bfloat16" or "torch.bfloat16", or a float dtype of torch.
+        name: What the argument is called, for messages.
+
+    Raises:
+        ConfigError: No such dtype, or none that models run in.
+        WrongType: It is neither a name nor a dtype.
+    """
+    check_type(
+        name,
+        dtype,
+        (str, torch.dtype, NoneType),
+        expected="the name of a dtype or a dtype of torch",
+        hint='for example `"bfloat16"` or `torch.bfloat16`',
+    )
+    if dtype is None or dtype == AUTO:
         return None
-    if name not in DTYPE_NAMES:
-        raise ConfigError(f"unknown dtype: `{name}`, expected one of {', '.join(DTYPE_NAMES)}")
-    return DTYPE_NAMES[name]
+    found = DTYPE_NAMES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found not in _FLOATS:
+        near = _SHORT.get(str(dtype).removeprefix("torch.").lower())
+        raise ConfigError(
+            f"unknown dtype: `{dtype}`, expected one of {', '.join(DTYPE_NAMES)}, or {AUTO}",
+            hint=f"did you mean `{near}`?"
+            if near
+            else "weights are quantized by a scheme, and "
+            "`dtype` is that of everything in full precision",
+        )
+    return found

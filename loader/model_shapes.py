@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quantload.errors import ModelError
+from quantload.mappers.dtype_names import without_prefixes
 
 _EXPERT = re.compile(r"(?P<block>.*\.experts)\.\d+\.(?P<projection>\w+)")
 _FUSED = {  # projection of one expert -> parameter of all, and its share of the rows
@@ -36,7 +37,7 @@ def parameter_shapes(config: Mapping[str, Any], checkpoint_name: str) -> dict[st
     """
     import transformers  # seconds
 
-    values = {key: value for key, value in config.items() if key != "quantization_config"}
+    values = without_prefixes({k: v for k, v in config.items() if k != "quantization_config"})
     try:
         hf_config = transformers.CONFIG_MAPPING[str(config.get("model_type"))].from_dict(values)
         named = (getattr(transformers, str(name), None) for name in config["architectures"])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantload.arguments import check_source
 from quantload.errors import CheckpointError, SourceNotFound, UnknownFormat, listed
 from quantload.loader.checkpoint import Checkpoint
 from quantload.loader.gguf_file import open_gguf
@@ -42,10 +43,12 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         source: A path, or OWNER/NAME, or OWNER/NAME@REVISION.
 
     Raises:
+        WrongType: It is no text and no path.
         SourceNotFound: There is nothing of this name.
         CheckpointError: The files are damaged, incomplete or ambiguous.
         UnknownFormat: The weights are in files that quantload does not read.
     """
+    check_source("source", source)
     if not str(source).strip():
         raise SourceNotFound("no source: the name is empty")
     path = _expanded(source)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import NoneType
+from typing import get_args
 
 import torch
 
+from quantload.arguments import check_choice, check_counts, check_flags, check_type
+from quantload.errors import listed
 from quantload.loader.formats.target import Target
-from quantload.loader.formats.targets import COMPRESSED_TENSORS
+from quantload.loader.formats.targets import COMPRESSED_TENSORS, TARGETS
+from quantload.loader.model_dtype import check_dtype
 from quantload.loader.plan_groups import OnSplit
 from quantload.loader.stats import InputStatistics
 from quantload.quant.search import Observer
@@ -39,3 +44,16 @@ class PlanOptions:
     observer: Observer = "minmax"
     layers: str = ""
     stats: InputStatistics | None = None
+
+    def __post_init__(self) -> None:
+        check_dtype("dtype", self.dtype)
+        check_choice("on_split", self.on_split, get_args(OnSplit))
+        check_choice("observer", self.observer, get_args(Observer))
+        check_flags(lossless=self.lossless)
+        if self.max_shard_bytes is not None:
+            check_counts(1, max_shard_bytes=self.max_shard_bytes)
+        hint = f"`TARGETS[name]` of `quantload.loader.formats.targets`, of {listed(TARGETS)}"
+        check_type("target", self.target, Target, expected="a `Target`", hint=hint)
+        check_type("layers", self.layers, str, expected="a text such as `0-1` or `0,5-7`")
+        kinds = (InputStatistics, NoneType)
+        check_type("stats", self.stats, kinds, expected="what `read_statistics` returns")

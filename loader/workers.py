@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from quantload.errors import ConfigError
+from quantload.arguments import check_counts, check_type
 
 DEFAULT_MEMORY = 1 << 30
 CPU = torch.device("cpu")
@@ -49,11 +49,11 @@ class Resources:
     device: torch.device = CPU
 
     def __post_init__(self) -> None:
-        if self.memory <= 0 or (self.workers is not None and self.workers <= 0):
-            raise ConfigError(
-                f"memory is {self.memory} bytes and workers are {self.workers}, expected positive "
-                "numbers"
-            )
+        check_counts(1, memory=self.memory)
+        if self.workers is not None:
+            check_counts(1, workers=self.workers)
+        hint = 'for example `torch.device("cuda")`'
+        check_type("device", self.device, torch.device, expected="a `torch.device`", hint=hint)
 
     def threads(self, *, processes: int = 1) -> int:
         """Return the number of threads of one of several processes on this machine."""

@@ -23,7 +23,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import NoneType
 
+from quantload.arguments import as_texts, check_type
 from quantload.errors import ConfigError
 from quantload.mappers.cache_scales import cache_scale_of
 
@@ -99,18 +101,24 @@ class NameRules:
     def __post_init__(self) -> None:
         for stage in ("regex", "substring", "prefix", "suffix"):
             rules: Rule = getattr(self, stage)
+            _check_rules(stage, rules)
             if "" in rules:
                 raise ConfigError(f"{stage} rule with an empty text, expected a part of a name")
+        _check_renamings(self.renamings)
+        _check_stacks(self.stacked)
         compiled = []
         for pattern, replacement in self.regex.items():
             try:
                 compiled.append((re.compile(pattern), replacement))
-            except re.error as error:
+                compiled[-1][0].sub(replacement or "", "")  # the replacement, too
+            except (re.error, IndexError) as error:
                 raise ConfigError(f"regex rule `{pattern}` is no pattern: {error}") from error
         object.__setattr__(self, "_patterns", tuple(compiled))
         object.__setattr__(self, "_members", _members(self.stacked))
 
     def __or__(self, other: NameRules) -> NameRules:
+        if not isinstance(other, NameRules):
+            return NotImplemented
         return NameRules(
             renamings=(*self.renamings, *other.renamings),
             regex={**self.regex, **other.regex},
@@ -201,11 +209,38 @@ class NameRules:
         return start, path, self._members[path]
 
 
+def _check_rules(stage: str, rules: object) -> None:
+    """Refuse what is no table of texts; a list would count as rules without replacements."""
+    hint = f'for example `{stage}={{"old": "new"}}`; None in place of the new text drops the tensor'
+    check_type(stage, rules, Mapping, expected="a table of texts and replacements", hint=hint)
+    assert isinstance(rules, Mapping), "checked above"
+    for old, new in rules.items():
+        check_type(stage, old, str, expected="texts as keys", hint=hint)
+        check_type(f"{stage}[{old!r}]", new, (str, NoneType), expected="a text or None", hint=hint)
+
+
+def _check_renamings(renamings: object) -> None:
+    several = renamings if isinstance(renamings, list | tuple) else [renamings]
+    for renaming in several:
+        check_type("renamings", renaming, Renaming, expected="a list of `Renaming`")
+
+
+def _check_stacks(stacked: object) -> None:
+    hint = 'for example `stacked={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}`'
+    check_type("stacked", stacked, Mapping, expected="a table of stacks and members", hint=hint)
+    assert isinstance(stacked, Mapping), "checked above"
+    for stack, paths in stacked.items():
+        check_type("stacked", stack, str, expected="paths of stacks as keys", hint=hint)
+        members = as_texts(f"stacked[{stack!r}]", paths, example="mlp.gate_proj")
+        if not stack or not members or not all(members):
+            raise ConfigError(
+                f"stack `{stack}` has the members {members}, expected paths", hint=hint
+            )
+
+
 def _members(stacked: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, int]]:
     members: dict[str, tuple[str, int]] = {}
     for stack, paths in stacked.items():
-        if isinstance(paths, str):
-            raise ConfigError(f"members of stack `{stack}` are `{paths}`, expected several paths")
         for slot, path in enumerate(paths):
             if path in members:
                 raise ConfigError(

@@ -20,17 +20,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from types import NoneType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from quantload.errors import ShapeError
+from quantload.arguments import check_type, shown
+from quantload.errors import ShapeError, WrongType
 from quantload.quant.code_values import values_of
 from quantload.quant.grid import Grid
 
 OuterUse = Literal["scale*", "scale/", "value*", "value/"]
 InnerUse = Literal["*", "/"]
+_PARTS = ("zero", "offset", "outer", "inner", "input_scale", "input_zero", "group_of")
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class QuantTensor:
     group_of: Tensor | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.codes.ndim != 2 or self.codes.dtype != self.grid.storage:
             raise ShapeError(
                 f"codes of grid `{self.grid.name}` are `{self.codes.dtype}` of shape "
@@ -126,6 +130,17 @@ class QuantTensor:
                     f"`{name}` has shape `{tuple(of_column.shape)}`, "
                     f"expected ({self.codes.shape[1]},)"
                 )
+
+    def _check_types(self) -> None:
+        check_type("grid", self.grid, Grid, expected="a `Grid`", hint="see `quant/grid.py`")
+        check_type("evaluation", self.evaluation, Evaluation, expected="an `Evaluation`")
+        for name in ("codes", "scale"):
+            check_type(name, getattr(self, name), Tensor, expected="a tensor")
+        for name in _PARTS:
+            check_type(name, getattr(self, name), (Tensor, NoneType), expected="a tensor or None")
+        block: object = self.block
+        if not isinstance(block, tuple) or len(block) != 2:
+            raise WrongType(f"`block` is {shown(block)}, expected (rows, columns)")
 
     def _grid_shape(self) -> tuple[int, int]:
         n_rows, n_columns = self.codes.shape

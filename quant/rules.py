@@ -19,11 +19,15 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 
+from quantload.arguments import as_texts, check_counts, check_type
 from quantload.errors import ConfigError, UnusedRule, listed
 from quantload.quant.scheme import DENSE, Scheme, parse_scheme
 
 KEEP = "keep"
+_A_SCHEME = "the name of a scheme, a `Scheme`, or None to keep what no rule covers"
+_NAMES = "`quantload schemes` lists them"
 _NO_MODULE = "#"  # no module is called so
 
 
@@ -114,6 +118,12 @@ class QuantConfig:
     default: Scheme | None
     rules: tuple[Rule, ...] = ()
 
+    def __post_init__(self) -> None:
+        hint = "`QuantConfig.from_options` takes names"
+        check_type("default", self.default, (Scheme, NoneType), expected="a `Scheme`", hint=hint)
+        for rule in self.rules:
+            check_type("rules", rule, Rule, expected="rules from `parse_rule`", hint=hint)
+
     @property
     def asks_for_codes(self) -> bool:
         """True if the default or a rule asks for a quantized weight, also for one that is there."""
@@ -139,7 +149,14 @@ class QuantConfig:
         Raises:
             ConfigError: A rule is not of this form; UnknownScheme for an unknown scheme.
         """
-        pairs = rules.items() if isinstance(rules, Mapping) else [_split(text) for text in rules]
+        check_type("scheme", scheme, (str, Scheme, NoneType), expected=_A_SCHEME, hint=_NAMES)
+        if group_size is not None:
+            check_counts(1, group_size=group_size)
+        pairs: Iterable[tuple[str, object]] = (
+            rules.items()
+            if isinstance(rules, Mapping)
+            else map(_split, as_texts("rules", rules, example="lm_head=keep"))
+        )
         default = scheme if isinstance(scheme, Scheme) else None
         if isinstance(scheme, str) and scheme.strip().lower() != KEEP:
             default = parse_scheme(scheme, group_size=group_size)
@@ -162,6 +179,7 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _rule(pattern: str, value: object) -> Rule:
+    check_type("rules", pattern, str, expected="patterns of module names, and schemes")
     if isinstance(value, str):
         return parse_rule(pattern, value)
     if isinstance(value, Mapping):

@@ -20,8 +20,10 @@ import difflib
 import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import NoneType
 from typing import Literal
 
+from quantload.arguments import check_type
 from quantload.errors import ConfigError, UnknownScheme
 from quantload.quant.grid import E2M1, E2M3, E4M3, INT8, Grid, int_grid
 
@@ -163,6 +165,14 @@ class Scheme:
     weight: WeightScheme | None = None
     input: InputScheme | None = None
     is_size_asked: bool = field(default=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_type("name", self.name, str, expected="the name of a scheme")
+        kinds = (("weight", WeightScheme), ("input", InputScheme))
+        for part, kind in kinds:
+            expected = f"an object of `{kind.__name__}`, or None for full precision"
+            hint = "`parse_scheme` makes schemes from names such as `W4A16:g64`"
+            check_type(part, getattr(self, part), (kind, NoneType), expected=expected, hint=hint)
 
     def __str__(self) -> str:
         if self.weight is None or self == PRESETS.get(self.name):

@@ -16,13 +16,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Integral
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quantload.arguments import check_counts, check_type
 from quantload.errors import ConfigError, ModelError, WorkerError
+from quantload.runtime.devices import parse_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,8 +69,13 @@ class Parallel:
     expert_parallel: bool = False
 
     def __post_init__(self) -> None:
+        place: object = self.device
+        if place is not None and not isinstance(place, torch.device):
+            object.__setattr__(self, "device", parse_device(self.device))  # a name of one
         for name in ("tp", "pp"):
             rank, size = getattr(self, f"{name}_rank"), getattr(self, f"{name}_size")
+            for what, number in ((f"{name}_rank", rank), (f"{name}_size", size)):
+                check_type(what, number, Integral, expected="a whole number")
             if not 0 <= rank < size:
                 raise ConfigError(
                     f"`{name}_rank` is {rank}, expected at least 0 and less than `{name}_size`, "
@@ -261,9 +269,7 @@ class Parallel:
 
 def _world_size(tp: int | None, pp: int) -> int:
     """Return the number of processes that are there."""
-    for name, asked in (("tp", tp), ("pp", pp)):
-        if asked is not None and asked < 1:
-            raise ConfigError(f"`{name}` is {asked}, expected at least 1")
+    check_counts(1, pp=pp, **({} if tp is None else {"tp": tp}))
     if dist.is_initialized():
         return dist.get_world_size()
     missing = [name for name in _TORCHRUN if name not in os.environ]
@@ -292,10 +298,7 @@ def _tensor_parallel_size(tp: int | None, pp: int, size: int) -> int:
 
 def _device(device: str | torch.device | None) -> torch.device:
     """Return the device of this process, and make it the current one."""
-    try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device: `{device}`, expected `cpu` or `cuda`") from error
+    place = parse_device(device)
     if place.type != "cuda":
         return place
     count = torch.cuda.device_count()

@@ -14,15 +14,16 @@ import quantload
 from quantload.cli import main
 
 ROOT = Path(__file__).parent.parent
-BASE = {"errors", "progress"}
+BASE = {"errors", "arguments", "progress"}
 LAYERED = BASE | {"quant", "mappers", "runtime"}
 MAY_IMPORT = {
     "__init__": LAYERED | {"loader", "layers", "accuracy", "api"},
     "__main__": {"cli"},
     "errors": set(),
+    "arguments": {"errors"},
     "progress": set(),
     "quant": BASE,
-    "mappers": {"errors", "quant"},
+    "mappers": {"errors", "arguments", "quant"},
     "runtime": BASE | {"quant"},
     "loader": BASE | {"quant", "mappers"},
     "layers": LAYERED,
@@ -62,7 +63,7 @@ PUBLIC = {
     "api_stats",
     "written_models",
 }
-PUBLIC |= {"api_bench", "api_generate"}
+PUBLIC |= {"api_bench", "api_cache", "api_generate"}
 TRANSFORMERS = (
     "layers/attention.py",
     "layers/attention_proof.py",

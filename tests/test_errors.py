@@ -94,6 +94,10 @@ def unknown_scheme(folder):
     quantload.plan(folder, "W4A61")
 
 
+def wrong_type(folder):
+    quantload.load(folder, parallel=2)
+
+
 def unused_rule(folder):
     quantload.plan(folder, "W8A8", rules=["model.layer.0.=keep"])
 
@@ -157,6 +161,7 @@ RAISED = [
         "config group `group_0` says 8 bits",
     ),
     (unknown_scheme, errors.UnknownScheme, "no such scheme: `W4A61`", "did you mean `W4A16`?"),
+    (wrong_type, errors.WrongType, "`parallel` is `2` of type `int`", "Parallel.from_environment"),
     (unused_rule, errors.UnusedRule, "1 rule matches nothing: `model.layer.0.`", "did you mean"),
     (rule_splits_stack, errors.RuleSplitsStack, "rules split the fused group", "give all members"),
     (output_error, errors.OutputError, "output folder `", "give a new name"),

@@ -114,7 +114,7 @@ def test_the_expected_share_is_of_a_measured_call(monkeypatch):
 
 def test_tokens_are_at_least_one(folder):
     model = quantload.load(folder, device="cpu")
-    with pytest.raises(ConfigError, match="tokens `0`, expected at least 1"):
+    with pytest.raises(ConfigError, match="`tokens` is 0, expected at least 1"):
         quantload.explain(model, tokens=[4, 0])
 
 

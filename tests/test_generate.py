@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from transformers import T5Config, T5ForConditionalGeneration
 
 import quantload
-from quantload import api_bench, api_generate
+from quantload import api_bench, api_cache, api_generate
 from quantload.cli import main
 from quantload.errors import ConfigError, ModelError, UnsupportedVariant
 
@@ -254,9 +254,9 @@ def test_scales_of_a_quantized_cache(tmp_path, folder, caplog):
     names = {f"model.layers.{n}.self_attn.{w}_scale": n + 1.5 for n in range(2) for w in "kv"}
     extra = {name: torch.tensor([value]) for name, value in names.items()}
     place = tiny.write(tmp_path / "scaled", content, {**tiny.tensors(content), **extra})
-    scales = api_generate.cache_scales(place, 2)
+    scales = api_cache.cache_scales(place, 2)
     assert scales.keys.tolist() == scales.values.tolist() == [1.5, 2.5]
     with pytest.raises(UnsupportedVariant, match="cache scales of 2 layers, expected 3"):
-        api_generate.cache_scales(place, 3)
-    assert api_generate.cache_scales(folder, 2).keys.tolist() == [1, 1]
+        api_cache.cache_scales(place, 3)
+    assert api_cache.cache_scales(folder, 2).keys.tolist() == [1, 1]
     assert "has no scales for its key-value cache: taken as 1" in caplog.text

@@ -477,7 +477,7 @@ def test_what_is_asked_for_wrongly(folders):
         bisect(*folders, [[]])
     with pytest.raises(ConfigError, match="token id `96`"):
         bisect(*folders, [[96]])
-    with pytest.raises(ConfigError, match="`by=row`"):
+    with pytest.raises(ConfigError, match="`by` is `row`, expected one of"):
         bisect(*folders, by="row")
 
 

@@ -164,7 +164,7 @@ def test_a_thread_computes_alone_and_the_caller_as_before():
 
 @pytest.mark.parametrize("wrong", [{"memory": 0}, {"memory": -1}, {"workers": 0}, {"workers": -2}])
 def test_resources_that_are_none(wrong):
-    with pytest.raises(ConfigError, match="expected positive numbers"):
+    with pytest.raises(ConfigError, match="expected at least 1"):
         Resources(**wrong)
 
 

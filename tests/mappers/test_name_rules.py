@@ -147,7 +147,7 @@ def test_rules_for_lists_of_modules() -> None:
     [
         ({"regex": {"(": "x"}}, "regex rule `\\(` is no pattern"),
         ({"prefix": {"": "model."}}, "prefix rule with an empty text"),
-        ({"stacked": {"qkv": "q"}}, "members of stack `qkv` are `q`"),
+        ({"stacked": {"qkv": "q"}}, "`stacked\\['qkv'\\]` is `q` of type `str`, expected a list"),
         (
             {"stacked": {"a": ("x.q",), "b": ("x.q",)}},
             "`x.q` is a member of two stacks, `a` and `b`",
