@@ -25,6 +25,7 @@ from quantload.loader.readings import Readings
 from quantload.loader.receivers import Receiver, is_experts_receiver, is_receiver
 from quantload.loader.source import Source, SourceWeight
 from quantload.loader.stream import Stream
+from quantload.loader.wrapper_names import about_wrapped
 from quantload.mappers.mapper import Target, WeightMapper
 from quantload.progress import Progress, Silent
 from quantload.quant.qtensor import QuantTensor
@@ -153,7 +154,7 @@ def _jobs(
     if lost:
         raise UnexpectedTensor(
             f"tensors have no place in the model: {listed(lost)}, in `{source.checkpoint.name}`",
-            hint="; ".join(mapper.explain(name) for name in lost[:3]),
+            hint="; ".join((*(mapper.explain(name) for name in lost[:3]), *about_wrapped(lost))),
         )
     return jobs, dropped, elsewhere
 

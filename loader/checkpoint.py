@@ -98,6 +98,7 @@ class Checkpoint:
         warnings: What was left out when it was opened.
         texts: Texts by key that a file holds beside its tensors (metadata of a safetensors header),
             by file name.
+        wrappers: What was taken off names of tensors, see `loader/wrapper_names.py`.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Checkpoint:
     quantization_config_file: str = "config.json"
     warnings: tuple[str, ...] = field(default=())
     texts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    wrappers: str = ""
 
     def read(self, tensor_name: str) -> Tensor:
         """Read one tensor into new memory, as stored (GGUF blocks as [rows, bytes] uint8).

@@ -23,6 +23,20 @@ def tensors_have_places(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def names_are_those_of_the_model(subject: Subject) -> Iterator[Finding]:
+    """Engines know nothing of wrappers: such tensors have no place, and parameters none of them."""
+    if wrappers := subject.checkpoint.wrappers:
+        yield Finding(
+            rule="unexpected",
+            level="error",
+            found=f"names of tensors with `{wrappers}`, which a wrapper of the model left there",
+            expected="names of the model itself",
+            hint="save the model without its wrapper, or convert the checkpoint: what is written "
+            "has plain names",
+            source=subject.source_of("unexpected"),
+        )
+
+
 def parameters_are_filled(subject: Subject) -> Iterator[Finding]:
     """A parameter without a tensor stops the load, or stays as it was made: at random."""
     for name in subject.placement.unfilled:
@@ -98,6 +112,7 @@ def experts_are_in_one_parameter(subject: Subject) -> Iterator[Finding]:
 
 RULES = (
     experts_are_in_one_parameter,
+    names_are_those_of_the_model,
     tensors_have_places,
     parameters_are_filled,
     names_are_whole,

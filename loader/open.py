@@ -25,6 +25,7 @@ from quantload.loader.weight_files import (
     read_json,
     read_weights,
 )
+from quantload.loader.wrapper_names import names_in_config, without_wrappers
 
 # Files that hold a quantization config beside config.json, by producer.
 QUANTIZATION_SIDE_FILES = (
@@ -99,7 +100,10 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
     if weights is None:
         raise _nothing_in(folder)
     config = read_json(folder / "config.json", needed_for=name)
+    weights, wrappers = without_wrappers(weights, str(folder))
     quantization_config, where = _quantization_config(folder, config)
+    if quantization_config is not None:
+        quantization_config = names_in_config(quantization_config, wrappers.taken_off)
     tensors, order = weights.tensors, sorted(weights.tensors, key=natural_order)
     return Checkpoint(
         name=name,
@@ -114,6 +118,7 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
             *_about_side_files(folder, quantization_config or {}, where),
         ),
         texts=weights.texts,
+        wrappers=wrappers.shown,
     )
 
 
