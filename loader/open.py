@@ -13,6 +13,7 @@ from typing import Any
 
 from quantload.arguments import check_source
 from quantload.errors import CheckpointError, SourceNotFound, UnknownFormat, listed
+from quantload.loader.adapters import about_adapter, adapter_alone
 from quantload.loader.checkpoint import Checkpoint
 from quantload.loader.gguf_file import open_gguf
 from quantload.loader.gguf_split import first_parts
@@ -98,7 +99,7 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
         return _open_only_gguf(folder, gguf_files)
     weights = read_weights(folder)
     if weights is None:
-        raise _nothing_in(folder)
+        raise adapter_alone(folder) or _nothing_in(folder)
     config = read_json(folder / "config.json", needed_for=name)
     weights, wrappers = without_wrappers(weights, str(folder))
     quantization_config, where = _quantization_config(folder, config)
@@ -115,6 +116,7 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
         warnings=(
             *dangling,
             *weights.warnings,
+            *about_adapter(folder),
             *_about_side_files(folder, quantization_config or {}, where),
         ),
         texts=weights.texts,

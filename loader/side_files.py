@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from quantload.errors import CheckpointError
+from quantload.loader.adapters import ADAPTER_CONFIG
 from quantload.loader.checkpoint import Checkpoint
 from quantload.loader.gguf_tokenizer import write_tokenizer
 from quantload.loader.open import QUANTIZATION_SIDE_FILES
@@ -46,6 +47,8 @@ def side_files(folder: Path) -> list[Path]:
             continue
         replaced = inside.name == "config.json" or inside.name in QUANTIZATION_SIDE_FILES
         if len(inside.parts) == 1 and replaced:
+            continue
+        if inside.name == ADAPTER_CONFIG:  # the weights that it describes are not copied
             continue
         if file.suffix in _WEIGHT_SUFFIXES or inside.name.endswith(".index.json"):
             continue

@@ -28,6 +28,7 @@ from quantload.loader.pickled import read_pickle
 from quantload.loader.safetensors_header import read_file
 
 INDEX = "model.safetensors.index.json"
+ADAPTER_WEIGHTS = "adapter_model"  # their names begin so; told of in `loader/adapters.py`
 _SAFETENSORS = (".safetensors",)
 _PICKLED = (".bin", ".pt", ".pth")
 _SINGLE = "model.safetensors"
@@ -158,7 +159,8 @@ class _Reading:
         """Take every tensor of every file."""
         chosen = list(files)
         there = [file for kind in kinds for file in self.folder.glob(f"*{kind}")]
-        if left := [file.name for file in there if file not in chosen]:
+        left = [file.name for file in there if file not in chosen]
+        if left := [name for name in left if not name.startswith(ADAPTER_WEIGHTS)]:
             self.weights.warnings.append(f"files left out: {listed(left)}")
         tensors = self.weights.tensors
         for file in chosen:

@@ -20,6 +20,7 @@ LEFT = [
     ".cache/huggingface/x.lock",
     ".gitattributes",
     "__pycache__/modeling_tiny.pyc",
+    "adapter_config.json",
     "hf_quant_config.json",
     "model.gguf",
     "onnx/model.onnx_data",
@@ -27,6 +28,7 @@ LEFT = [
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
     "quantize_config.json",
+    "speech-lora/adapter_config.json",
     "tf_model.h5",
     "training_args.bin",
 ]
