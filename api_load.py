@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from quantload.layers.model_shares import ModuleShare
+    from quantload.layers.placement import FusedRows
     from quantload.layers.preparation import PreparedModel
 
 
@@ -225,6 +226,21 @@ def _prepared(
     )
 
 
+def fused_rows(source: Source, *, trust_remote_code: bool = False) -> dict[str, FusedRows]:
+    """Say, without loading, which members of fused layers the model of a checkpoint has.
+
+    Returns:
+        By path in the model.
+
+    Raises:
+        QuantloadError: As `load`.
+    """
+    from quantload.layers import placement  # transformers: seconds to import
+
+    prepared = _prepared(source, trust_remote_code=trust_remote_code)
+    return placement.fused_rows(prepared.model)
+
+
 def model_shares(
     source: str | Path | Source, *, tp: int = 1, pp: int = 1, trust_remote_code: bool = False
 ) -> list[ModuleShare]:
@@ -261,4 +277,4 @@ def model_shares(
     return found
 
 
-__all__ = ["inspect", "load", "load_model", "parse_device"]
+__all__ = ["fused_rows", "inspect", "load", "load_model", "parse_device"]

@@ -120,7 +120,9 @@ def inspect(source: str, explain: tuple[str, ...], **flags: Any) -> None:  # noq
         cli_model.show_model(opened, shares, tp=tp, pp=pp, every=every, as_json=as_json)
         return
     if explain:
-        cli_inspect.show_routes(opened, explain, as_json=as_json)
+        cli_inspect.show_routes(
+            opened, explain, as_json=as_json, trust_remote_code=flags["trust_remote_code"]
+        )
         return
     warn(opened.warnings)
     if check_tp:

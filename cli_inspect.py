@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from quantload.cli_output import (
     console,
@@ -15,9 +16,13 @@ from quantload.cli_output import (
     shape_text,
     size,
 )
+from quantload.errors import QuantloadError
 from quantload.loader.checkpoint import TensorEntry
 from quantload.loader.source import Source
 from quantload.mappers.mapper import Route
+
+if TYPE_CHECKING:
+    from quantload.layers.placement import FusedRows
 
 
 def inspect_json(source: Source) -> dict[str, Any]:
@@ -114,7 +119,9 @@ def _show_entries(source: Source, *, every: bool) -> None:
         console().print(f"{left:6} modules by their names")
 
 
-def show_routes(source: Source, names: Sequence[str], *, as_json: bool) -> None:
+def show_routes(
+    source: Source, names: Sequence[str], *, as_json: bool, trust_remote_code: bool = False
+) -> None:
     """Print where tensors go in the model of a checkpoint, rule by rule.
 
     Raises:
@@ -124,9 +131,17 @@ def show_routes(source: Source, names: Sequence[str], *, as_json: bool) -> None:
 
     checkpoint = source.checkpoint
     held = [weight.parameter_name for weight in source.weights.values()]
-    routes = routes_of(checkpoint.config, checkpoint.folder, (*held, *source.plain), names)
+    routes = routes_of(
+        checkpoint.config,
+        checkpoint.folder,
+        (*held, *source.plain),
+        names,
+        trust_remote_code=trust_remote_code,
+    )
+    fused, unknown = _fused(source, trust_remote_code=trust_remote_code)
     if as_json:
-        print_json({"quantload_routes": 1, "routes": [_route_json(r, source) for r in routes]})
+        listed = [_route_json(route, source, fused) for route in routes]
+        print_json({"quantload_routes": 1, "routes": listed, "fused_unknown": unknown})
         return
     out = console()
     for route in routes:
@@ -136,6 +151,21 @@ def show_routes(source: Source, names: Sequence[str], *, as_json: bool) -> None:
         end = ", ".join(str(target) for target in route.targets)
         reason = f"{'left out' if route.is_dropped else 'nowhere'}: {route.reason}"
         out.print(f"    = {end or reason}", markup=False, highlight=False)
+        for target in route.targets:
+            if target.module in fused:
+                out.print(f"    loaded as {fused[target.module]}", markup=False, highlight=False)
+    if unknown:
+        out.print(f"fused layers are not known: {unknown}", markup=False, highlight=False)
+
+
+def _fused(source: Source, *, trust_remote_code: bool) -> tuple[Mapping[str, FusedRows], str]:
+    """Return the members of fused layers by path; or why they are not known."""
+    from quantload.api_load import fused_rows
+
+    try:
+        return fused_rows(source, trust_remote_code=trust_remote_code), ""
+    except QuantloadError as error:  # a checkpoint that cannot be loaded has ways all the same
+        return {}, error.message
 
 
 def _stored(name: str, source: Source) -> str:
@@ -149,13 +179,19 @@ def _stored(name: str, source: Source) -> str:
     return "not in the checkpoint"
 
 
-def _route_json(route: Route, source: Source) -> dict[str, Any]:
+def _route_json(route: Route, source: Source, fused: Mapping[str, FusedRows]) -> dict[str, Any]:
     return {
         "name": route.name,
         "in_checkpoint": route.name in source.checkpoint.tensors,
         "steps": list(route.steps),
         "targets": [
-            {"module": t.module, "leaf": t.leaf, "slot": t.slot, "text": str(t)}
+            {
+                "module": t.module,
+                "leaf": t.leaf,
+                "slot": t.slot,
+                "text": str(t),
+                "fused": asdict(fused[t.module]) if t.module in fused else None,
+            }
             for t in route.targets
         ],
         "reason": route.reason,

@@ -3,15 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from quantload.errors import ModelError
 from quantload.mappers.facts import missing_layers
 from quantload.mappers.mapper import Route
 from quantload.mappers.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRows:
+    """The part of a fused layer that a member of it is.
+
+    Args:
+        stack: Dotted path of the fused layer in the loaded model.
+        slot: Position among its members.
+        slots: How many it has.
+        rows: First row of its weight that is the member's, and the one behind the last.
+        shape: [N, K] of the whole.
+        note: Why it does not run as one product; "" if nothing in the headers keeps it from that.
+    """
+
+    stack: str
+    slot: int
+    slots: int
+    rows: tuple[int, int]
+    shape: tuple[int, int]
+    note: str = ""
+
+    def __str__(self) -> str:
+        text = (
+            f"rows {self.rows[0]}..{self.rows[1]} of {self.stack} {self.shape[0]}x{self.shape[1]}, "
+            f"slot {self.slot} of {self.slots}"
+        )
+        return f"{text}; not one product: {self.note}" if self.note else text
+
+
+def fused_rows(model: nn.Module) -> dict[str, FusedRows]:
+    """Return which part of a fused layer each member is, by its path.
+
+    Args:
+        model: One whose layers wait for tensors, or that is loaded.
+    """
+    from quantload.layers.stack import LinearStack, StackView
+
+    found = {}
+    for path, view in model.named_modules():
+        if isinstance(view, StackView):
+            stack: LinearStack = view.__dict__["stack"]
+            sizes = stack.sizes
+            start = sum(sizes[: view.slot])
+            found[path] = FusedRows(
+                stack=stack.prefix,
+                slot=view.slot,
+                slots=len(sizes),
+                rows=(start, start + sizes[view.slot]),
+                shape=(sum(sizes), stack.in_features),
+                note=stack.why_unlike,
+            )
+    return found
 
 
 def place_names(
@@ -92,4 +147,4 @@ def routes_of(
     return [mapper.route(name) for name in names]
 
 
-__all__ = ["place_names", "routes_of"]
+__all__ = ["FusedRows", "fused_rows", "place_names", "routes_of"]

@@ -104,12 +104,17 @@ class LinearStack(QuantLinear):
             for weight, scheme in zip(weights, self.schemes, strict=True)
         )
 
-    def _why_not_one(self, weights: list[QuantTensor | Tensor]) -> str:
-        """Say why the members cannot be one weight; "" if they can."""
+    @property
+    def why_unlike(self) -> str:
+        """Why the schemes of the members keep them from being one weight; "" if they do not."""
         first = self.schemes[0]
         unlike = [s for s in self.schemes if (s.weight, s.input) != (first.weight, first.input)]
-        if unlike:
-            return f"schemes differ: {first} and {unlike[0]}"
+        return f"schemes differ: {first} and {unlike[0]}" if unlike else ""
+
+    def _why_not_one(self, weights: list[QuantTensor | Tensor]) -> str:
+        """Say why the members cannot be one weight; "" if they can."""
+        if self.why_unlike:
+            return self.why_unlike
         quantized = [weight for weight in weights if isinstance(weight, QuantTensor)]
         return why_not_stackable(quantized) or "" if quantized else ""
 

@@ -230,6 +230,42 @@ def test_inspect_explains_where_tensors_go(folder):
     assert not route["in_checkpoint"]
 
 
+def test_inspect_explains_where_members_of_fused_layers_lie(tmp_path, folder):
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    names = [f"{attention}.{n}_proj.weight" for n in "qkvo"] + [f"{mlp}.up_proj.weight"]
+    stacks = (
+        f"{attention}.q_proj_k_proj_v_proj_stack 128x64",
+        f"{mlp}.gate_proj_up_proj_stack 256x64",
+    )
+    done = run("inspect", folder, *(f"--explain={name}" for name in names))
+    told = [line.strip() for line in done.stdout.splitlines() if "loaded as" in line]
+    assert told == [
+        f"loaded as rows 0..64 of {stacks[0]}, slot 0 of 3",
+        f"loaded as rows 64..96 of {stacks[0]}, slot 1 of 3",
+        f"loaded as rows 96..128 of {stacks[0]}, slot 2 of 3",
+        f"loaded as rows 128..256 of {stacks[1]}, slot 1 of 2",
+    ]
+    model = api.load(folder, device="cpu")
+    weights = load_file(folder / "model.safetensors")
+    stack = model.get_submodule(f"{attention}.q_proj_k_proj_v_proj_stack").weight
+    assert torch.equal(stack[64:96], weights[names[1]])
+    run("convert", folder, tmp_path / "out", "--scheme", "W4A16:g32", "--no-verify")
+    name = f"{mlp}.gate_proj.weight_scale"
+    done = run("inspect", tmp_path / "out", "--explain", name, "--json")
+    (target,) = json.loads(done.stdout)["routes"][0]["targets"]
+    assert target["leaf"] == "weight_scale"
+    assert target["fused"]["rows"] == [0, 128]
+
+
+def test_inspect_explains_what_cannot_be_loaded(folder):
+    (folder / "model.safetensors").unlink()
+    tiny.save_file({f"{DOWN}.weight": torch.zeros(64, 128)}, folder / "model.safetensors")
+    done = run("inspect", folder, "--explain", f"{DOWN}.weight")
+    assert done.exit_code == 0, done.output
+    assert f"    = {DOWN}.weight" in done.stdout.splitlines()
+    assert "fused layers are not known: " in done.stdout
+
+
 @pytest.mark.parametrize("architectures", [None, "LlamaForCausalLM", [], [3], {"a": 1}])
 def test_inspect_any_architectures(folder, architectures):
     content = json.loads((folder / "config.json").read_text())
