@@ -20,7 +20,7 @@ from quantload.accuracy.statistics import ids_digest
 from quantload.accuracy.structure import compare_structure
 from quantload.accuracy.tied_head import has_own_head
 from quantload.accuracy.verify import VerifyReport, verify_sources
-from quantload.accuracy.verify_output import verify_output
+from quantload.accuracy.verify_output import unreadable, verify_output
 from quantload.api_explain import explain
 from quantload.api_generate import load_tokenizer
 from quantload.api_load import load, load_model, model_shares, parse_device
@@ -33,7 +33,16 @@ from quantload.arguments import (
     check_progress,
     check_type,
 )
-from quantload.errors import ConfigError, QuantloadError, WrongType
+from quantload.errors import (
+    CheckpointError,
+    ConfigError,
+    FormatError,
+    QuantloadError,
+    SourceNotFound,
+    UnknownFormat,
+    UnsupportedVariant,
+    WrongType,
+)
 from quantload.loader.convert import run_plan
 from quantload.loader.model_dtype import own_dtype, parse_dtype
 from quantload.loader.peak_memory import peak_rss
@@ -172,10 +181,24 @@ def verify(
         nearest: The output was rounded to nearest: hold every weight to its rounding step. Known of
             what `convert` wrote, see `verify_output`.
         progress: Draws progress; silent by default.
+
+    Returns:
+        What was compared. Of an output that is damaged, or whose config and headers contradict each
+        other, that alone: nothing else can be compared.
+
+    Raises:
+        QuantloadError: The source cannot be used; or the output is not there, or in a format that
+            is not read.
     """
     check_flags(nearest=nearest)
     check_progress(progress)
-    made, opened = as_source("output", output), as_source("source", source)
+    opened = as_source("source", source)
+    try:
+        made = as_source("output", output)
+    except (SourceNotFound, UnknownFormat, UnsupportedVariant):
+        raise
+    except (CheckpointError, FormatError) as error:  # it is there, and not what it claims to be
+        return unreadable(error)
     return verify_output(made, opened, progress or Silent(), nearest=nearest)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantload.accuracy.verify import VerifyReport, verify_sources
-from quantload.errors import CheckpointError
+from quantload.errors import CheckpointError, QuantloadError
 from quantload.loader.layer_selection import select_layers
 from quantload.loader.manifest import MANIFEST, check_files, read_manifest
 from quantload.loader.source import Source
@@ -49,6 +49,16 @@ def verify_output(
         files = check_files(folder, threads=Resources().threads(), progress=progress)
         report = replace(report, problems=(*report.problems, *files.problems))
     return replace(report, notes=tuple(notes))
+
+
+def unreadable(error: QuantloadError) -> VerifyReport:
+    """Return the report of an output that cannot be read, and so fails."""
+    hint = f" ({error.hint})" if error.hint else ""
+    return VerifyReport(
+        layers=(),
+        problems=(f"{error.message}{hint}",),
+        notes=("the output cannot be read: nothing was compared",),
+    )
 
 
 def _options(folder: Path) -> dict[str, object]:

@@ -211,6 +211,43 @@ def test_inspect_json(tmp_path, folder):
     assert content["plain"]["model.norm.weight"] == ["bfloat16", [64]]
 
 
+DAMAGED = {
+    "weight_shape": lambda tensor: tensor.flip(0).contiguous(),
+    "weight_scale": lambda tensor: tensor[:, :1].contiguous(),
+    "weight_packed": lambda tensor: tensor[:, :1].contiguous(),
+}
+
+
+@pytest.mark.parametrize("leaf", DAMAGED)
+def test_verify_fails_on_an_output_that_contradicts_itself(leaf, tmp_path, folder):
+    """It is the check that fails: not the way it was called, nor what the output is held to."""
+    out = tmp_path / "out"
+    run("convert", folder, out, "--scheme", "W4A16:g32", "--no-verify")
+    tensors = load_file(out / "model.safetensors")
+    tensors[f"{DOWN}.{leaf}"] = DAMAGED[leaf](tensors[f"{DOWN}.{leaf}"])
+    tiny.save_file(tensors, out / "model.safetensors")
+    done = run("verify", out, "--source", folder)
+    assert (done.exit_code, done.stderr) == (1, "")
+    assert f"FAILED tensor `{DOWN}.weight_" in done.stdout
+    assert "verify: FAILED" in done.stdout
+    report = json.loads(run("verify", out, "--source", folder, "--json").stdout)
+    assert (report["passed"], report["layers"]) == (False, [])
+    assert f"{DOWN}.weight_" in report["problems"][0]
+    assert run("verify", out).exit_code == 1
+    done = run("verify", folder, "--source", out)  # what the other is held to cannot be used
+    assert (done.exit_code, done.stdout) == (2, "")
+
+
+def test_verify_fails_on_files_that_are_cut_short(tmp_path, folder):
+    run("convert", folder, tmp_path / "out", "--scheme", "W4A16:g32", "--no-verify")
+    file = tmp_path / "out" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert run("verify", tmp_path / "out", "--source", folder).exit_code == 1
+    file.unlink()
+    assert run("verify", tmp_path / "out", "--source", folder).exit_code == 2
+    assert run("verify", tmp_path / "nothing", "--source", folder).exit_code == 2
+
+
 def test_inspect_explains_where_tensors_go(folder):
     name, extra = f"{DOWN}.weight_scale", "model.layers.0.self_attn.rotary_emb.inv_freq"
     done = run("inspect", folder, *(f"--explain={n}" for n in (f"{DOWN}.weight", name, extra)))
