@@ -17,6 +17,7 @@ _WEIGHT_SUFFIXES = {
 }
 # Weights in other layouts that repositories carry in folders of their own.
 _WEIGHT_FOLDERS = {"original", "metal", "onnx", "openvino", "coreml", "gguf", "runs", "__pycache__"}
+_GIT = ".gitattributes"
 _LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
@@ -38,11 +39,17 @@ def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Return the files of a model folder that describe the model rather than hold its weights."""
+    """Return the files of a model folder that describe the model rather than hold its weights.
+
+    Hidden ones are those of tools (.git, .cache), results of the source (.eval_results), or nobody
+    else's business (.env): only .gitattributes goes along, which keeps weights out of git's own
+    history.
+    """
     found = []
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder)
         hidden = any(part.startswith(".") for part in inside.parts)
+        hidden &= inside.as_posix() != _GIT
         if hidden or _WEIGHT_FOLDERS.intersection(inside.parts[:-1]) or not file.is_file():
             continue
         replaced = inside.name == "config.json" or inside.name in QUANTIZATION_SIDE_FILES

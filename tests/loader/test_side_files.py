@@ -6,6 +6,7 @@ from quantload.loader.open import open_checkpoint
 from quantload.loader.side_files import copy_side_files, side_files
 
 TAKEN = [
+    ".gitattributes",
     "LICENSE",
     "README.md",
     "additional_chat_templates/tool_use.jinja",
@@ -18,7 +19,10 @@ TAKEN = [
 ]
 LEFT = [
     ".cache/huggingface/x.lock",
-    ".gitattributes",
+    ".env",
+    ".eval_results/results.yaml",
+    ".git/config",
+    "sub/.gitattributes",
     "__pycache__/modeling_tiny.pyc",
     "adapter_config.json",
     "hf_quant_config.json",
