@@ -219,7 +219,12 @@ class _Limited(click.Command):
     help="Fail if a statistic is beyond a number: `layer.sqnr<15` `kl.mean>0.05`; repeatable.",
 )
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
-@click.option("--dtype", default="float32", show_default=True, help="dtype of the runs.")
+@click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    help="dtype of the runs; auto: as the reference.",
+)
 @click.option("--markdown", is_flag=True, help="Print Markdown, for a pull request or a file.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with charts to FILE.")
 @TRUST

@@ -48,7 +48,9 @@ _WORST = 10
 @click.option("--no-verify", is_flag=True, help="Do not run the result beside plain choices.")
 @token_options(max_tokens=2048, least=4, without="tokens that the model makes up")
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
-@click.option("--dtype", default="float32", show_default=True, help="dtype of the run.")
+@click.option(
+    "--dtype", default="float32", show_default=True, help="dtype of the run; auto: the model's own."
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it is there.")
 @TRUST
 @JSON

@@ -25,7 +25,12 @@ from quantload.cli_tokens import read_tokens, token_options
 from quantload.errors import QuantloadError, counted, listed, printable
 
 _DEVICE = click.option("--device", help="cpu or cuda; default cuda if there is one.")
-_DTYPE = click.option("--dtype", default="float32", show_default=True, help="dtype of the runs.")
+_DTYPE = click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    help="dtype of the runs; auto: as the reference.",
+)
 
 
 @click.group()

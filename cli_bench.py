@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--no-graphs", is_flag=True, help="Run steps without CUDA graphs.")
 @click.option("--no-fuse", is_flag=True, help="Run the model's own forward, not the fused step.")
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
-@click.option("--dtype", help="dtype of activations; default that of the config.")
+@click.option("--dtype", help="dtype of activations; default (auto) that of the config.")
 @SCHEME
 @TRUST
 @JSON

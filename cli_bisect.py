@@ -43,7 +43,12 @@ _SHOWN = 10
     help="How many are then looked at closer, on all tokens.",
 )
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
-@click.option("--dtype", default="float32", show_default=True, help="dtype of the runs.")
+@click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    help="dtype of the runs; auto: as the reference.",
+)
 @click.option("--markdown", is_flag=True, help="Print Markdown, for a pull request or a file.")
 @TRUST
 @EVERY

@@ -47,7 +47,10 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Format of OUTPUT; `quantload formats` lists them.",
 )
-@click.option("--dtype", help="float32, bfloat16 or float16, for full precision and scales.")
+@click.option(
+    "--dtype",
+    help="float32, bfloat16 or float16, for full precision and scales; default (auto) as stored.",
+)
 @click.option("--on-split", type=click.Choice(["error", "keep", "promote"]), default="error")
 @click.option(
     "--max-shard-size",

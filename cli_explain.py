@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     help="Tokens of a call: say what it launches, and the limit of the card for it.",
 )
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
-@click.option("--dtype", help="float32, bfloat16 or float16; default that of the config.")
+@click.option("--dtype", help="float32, bfloat16 or float16; default (auto) that of the config.")
 @SCHEME
 @RULE
 @TRUST

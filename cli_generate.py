@@ -71,7 +71,7 @@ def cache_of(
 @click.option("--stream/--no-stream", default=True, help="Print one prompt's text as it comes.")
 @KV_CACHE
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
-@click.option("--dtype", help="float32, bfloat16 or float16; default that of the config.")
+@click.option("--dtype", help="float32, bfloat16 or float16; default (auto) that of the config.")
 @SCHEME
 @RULE
 @TRUST

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 @click.argument("output", type=click.Path(path_type=Path))
 @token_options(max_tokens=4096, without="tokens that the model makes up")
 @click.option("--device", help="cpu or cuda; default cuda if there is one.")
-@click.option("--dtype", default="float32", show_default=True, help="dtype of the run.")
+@click.option(
+    "--dtype", default="float32", show_default=True, help="dtype of the run; auto: the model's own."
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it is there.")
 @TRUST
 @JSON

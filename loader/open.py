@@ -52,7 +52,9 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     """
     check_source("source", source)
     if not str(source).strip():
-        raise SourceNotFound("no source: the name is empty")
+        raise SourceNotFound(
+            "no source: the name is empty", hint="give a folder, a GGUF file or a hub id"
+        )
     path = _expanded(source)
     if _is(path.is_file):
         if path.suffix == ".gguf":

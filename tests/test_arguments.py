@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 import tiny_checkpoints as tiny
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import quantload
 from quantload import api, arguments
+from quantload.accuracy.baseline_file import read_baseline
 from quantload.api_allocate import allocate_schemes
 from quantload.api_baseline import check_baseline, write_baseline
 from quantload.api_bisect import bisect
+from quantload.cli import main
 from quantload.errors import ConfigError, QuantloadError, WrongType
 from quantload.layers.registry import unregister_model
 from quantload.loader.plan import PlanOptions
@@ -454,3 +457,30 @@ def test_dtypes_with_a_prefix_are_written_plain(tmp_path):
     assert not [
         f for f in quantload.doctor(done.folder, "transformers").findings if f.level == "error"
     ]
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [*map(str, arguments), "--device", "cpu"])
+
+
+def test_commands_take_auto_as_the_dtype(folder, tmp_path):
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(IDS))
+    tokens = ("--token-ids", ids, "--dtype", "auto")
+    out = tmp_path / "out"
+    calls = [
+        ("convert", folder, out, "--scheme", "W8A16:channel", "--dtype", "auto"),
+        ("explain", folder, "--dtype", "auto"),
+        ("compare", folder, out, *tokens, "--json"),
+        ("bisect", folder, out, *tokens),
+        ("stats", folder, tmp_path / "stats.safetensors", *tokens),
+        ("baseline", "write", folder, out, tmp_path / "baseline.json", *tokens),
+        ("baseline", "check", out, tmp_path / "baseline.json", "--ref", folder, "--dtype", "auto"),
+    ]
+    for call in calls:
+        done = run(*call)
+        assert done.exit_code in (0, 1), (call[0], done.output)
+    assert read_baseline(tmp_path / "baseline.json").dtype == "bfloat16"
+    done = run("explain", folder, "--dtype", "bf16")
+    assert done.exit_code == 2
+    assert "hint: did you mean `bfloat16`?" in done.stderr
