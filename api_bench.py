@@ -6,11 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from quantload.api_load import parse_device
+from quantload.arguments import check_counts, check_type
 from quantload.errors import ConfigError
 from quantload.loader.model_dtype import parse_dtype
 from quantload.loader.peak_memory import peak_rss
@@ -22,6 +25,7 @@ from quantload.runtime.step_model import CacheScales
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_LOAD = "`quantload.load` or `synthetic` makes one"
 _WARM_UP = 3  # the second run of short prompts captures them
 
 
@@ -122,6 +126,7 @@ def synthetic(
     """
     from quantload.layers.synthetic import build_synthetic  # transformers: seconds to import
 
+    check_type("scheme", scheme, (str, NoneType), expected="the name of a scheme")
     chosen = parse_scheme(scheme or "dense")
     kind = parse_dtype(dtype) or torch.bfloat16
     return build_synthetic(name, chosen, device=parse_device(device), dtype=kind, layers=layers)
@@ -162,11 +167,14 @@ def bench(  # noqa: PLR0913 - a keyword for each choice of the user
     from quantload.layers.decoding import step_model  # transformers: seconds to import
     from quantload.layers.surgery import explain
 
-    if min(*batches, prompt_tokens, new_tokens - 1) < 1:
-        raise ConfigError(
-            f"batches `{list(batches)}`, `{prompt_tokens}` prompt tokens and `{new_tokens}` new "
-            "tokens, expected at least 1 each and 2 new tokens"
-        )
+    check_type("model", model, nn.Module, expected="a loaded model", hint=_LOAD)
+    check_type("batches", batches, (list, tuple), expected="numbers of prompts")
+    for batch in batches:
+        check_counts(1, batches=batch)
+    check_counts(1, prompt_tokens=prompt_tokens)
+    check_counts(2, new_tokens=new_tokens)
+    if not batches:
+        raise ConfigError("`batches` is empty, expected numbers of prompts")
     step, why = step_model(model, fused=fused)
     is_cuda = step.device.type == "cuda"
     if is_cuda:

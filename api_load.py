@@ -12,6 +12,7 @@ import torch
 from quantload.api_plan import Rules, as_source, inspect, source_to_load
 from quantload.arguments import check_counts, check_flags, check_progress, check_type
 from quantload.errors import MissingTensor
+from quantload.layers.cut import as_parallel
 from quantload.loader.assign import assign, planned
 from quantload.loader.model_dtype import own_dtype, parse_dtype
 from quantload.loader.places import RankShare
@@ -93,7 +94,7 @@ def load(  # noqa: PLR0913 - a keyword for each choice of the user
     check_flags(fuse=fuse, quantize_inputs=quantize_inputs, exact=exact)
     check_flags(trust_remote_code=trust_remote_code)
     check_type("fast_paths", fast_paths, (bool, NoneType), expected="`True`, `False` or None")
-    _check_parallel(parallel)
+    as_parallel(parallel)  # refuses what is none
     check_progress(progress)
     kind = parse_dtype(dtype)
     place = parse_device(parallel.device if parallel and device is None else device)
@@ -116,23 +117,6 @@ def load(  # noqa: PLR0913 - a keyword for each choice of the user
         parallel=parallel,
         progress=progress,
         trust_remote_code=trust_remote_code,
-    )
-
-
-def _check_parallel(parallel: object) -> None:
-    """Refuse what is no `Parallel`; None is one process.
-
-    Raises:
-        WrongType: It is something else, as a number of GPUs.
-    """
-    is_count = isinstance(parallel, int) and not isinstance(parallel, bool) and parallel > 1
-    check_type(
-        "parallel",
-        parallel,
-        (Parallel, NoneType),
-        expected="a `quantload.Parallel`, or None for one process",
-        hint=f"`Parallel.from_environment(tp={parallel if is_count else 'N'})`, in a script that "
-        f"`torchrun --nproc-per-node {parallel if is_count else 'N'}` starts",
     )
 
 

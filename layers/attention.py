@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from quantload.arguments import check_type
 from quantload.errors import ModelError, ShapeError
 from quantload.layers.attend import Rule, attend, heads_of, weigh
 from quantload.layers.attention_proof import compare_with_eager
@@ -246,6 +247,7 @@ def use_attention(model: TransformersModel) -> tuple[AttentionReport, ...]:
     Returns:
         A report for each part of the model with a config of its own.
     """
+    check_type("model", model, nn.Module, expected="a model of transformers")
     parts = _parts(model)
     unproven = [part for part in parts if not _reason_of_class(part) and not _runs_on_sdpa(part)]
     configs = [part.config for part in parts]

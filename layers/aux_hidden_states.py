@@ -105,7 +105,8 @@ class AuxHiddenStates:
 
 def _checked(layers: Iterable[int], count: int, name: str) -> tuple[int, ...]:
     """Return the numbers in ascending order, each once."""
-    found = tuple(layers)
+    given: Any = layers  # whatever is passed
+    found = tuple(given) if isinstance(given, Iterable) else (given,)
     wrong = [n for n in found if type(n) is not int or not 0 <= n <= count]
     if wrong:
         raise ConfigError(

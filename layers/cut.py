@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TypeAlias
 
+from quantload.arguments import check_type
 from quantload.errors import ConfigError
 from quantload.quant.region import WHOLE, Region
 from quantload.quant.scheme import DENSE, Scheme
@@ -16,8 +18,41 @@ Schemes: TypeAlias = Scheme | Sequence[Scheme] | Mapping[str, Scheme | Sequence[
 
 
 def scheme_at(schemes: Schemes, prefix: str) -> Scheme | Sequence[Scheme]:
-    """Return the scheme of a module, or those of its members."""
-    return schemes.get(prefix, DENSE) if isinstance(schemes, Mapping) else schemes
+    """Return the scheme of a module, or those of its members.
+
+    Raises:
+        WrongType: It is something else, as the name of a scheme.
+    """
+    found: object = schemes.get(prefix, DENSE) if isinstance(schemes, Mapping) else schemes
+    for scheme in found if isinstance(found, list | tuple) else (found,):
+        check_type(
+            "scheme",
+            scheme,
+            Scheme,
+            expected="a `Scheme`, or one for each member",
+            hint="`quantload.quant.scheme.parse_scheme` makes one from a name such as `W4A16:g64`",
+        )
+    return found  # type: ignore[return-value]  # checked above
+
+
+def as_parallel(parallel: Parallel | None) -> Parallel:
+    """Return what shares a layer or a model; None is one process.
+
+    Raises:
+        WrongType: It is something else, as a number of GPUs.
+    """
+    given: object = parallel
+    is_count = isinstance(given, int) and not isinstance(given, bool) and given > 1
+    number = given if is_count else "N"
+    check_type(
+        "parallel",
+        given,
+        (Parallel, NoneType),
+        expected="a `quantload.Parallel`, or None for one process",
+        hint=f"`Parallel.from_environment(tp={number})`, in a script that `torchrun "
+        f"--nproc-per-node {number}` starts",
+    )
+    return parallel or Parallel()
 
 
 @dataclass(frozen=True)

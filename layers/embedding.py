@@ -16,8 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from quantload.arguments import check_counts
 from quantload.errors import ConfigError, ModelError, ShapeError
-from quantload.layers.cut import Cut, Schemes, scheme_at
+from quantload.layers.cut import Cut, Schemes, as_parallel, scheme_at
 from quantload.layers.lazy_weight import lazy_weight
 from quantload.layers.linear import KernelReport, Key, QuantLinear
 from quantload.layers.vocabulary_table import DenseTable, PackedTable, Table, table_of
@@ -53,13 +54,14 @@ class VocabParallelEmbedding(nn.Embedding):
         parallel: Parallel | None = None,
         prefix: str = "",
     ) -> None:
+        check_counts(0, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         nn.Module.__init__(self)  # not that of nn.Embedding, which allocates the weight
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx
         self.max_norm, self.norm_type = None, 2.0
         self.scale_grad_by_freq, self.sparse = False, False
         self.dtype, self.prefix = dtype or torch.get_default_dtype(), prefix
-        self.parallel = parallel or Parallel()
+        self.parallel = as_parallel(parallel)
         found = scheme_at(scheme, prefix)
         self.scheme = found if isinstance(found, Scheme) else found[0]
         self.first, self.last = rows_of(self.parallel, num_embeddings)
@@ -195,7 +197,8 @@ class ParallelLMHead(QuantLinear):
         parallel: Parallel | None = None,
         prefix: str = "",
     ) -> None:
-        parallel = parallel or Parallel()
+        check_counts(0, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        parallel = as_parallel(parallel)
         first, last = rows_of(parallel, num_embeddings)
         super().__init__(
             embedding_dim,

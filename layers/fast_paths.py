@@ -25,6 +25,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from quantload.arguments import check_type
 from quantload.layers.fast_glu import GluFormula, recognise_glu, swap_glu
 from quantload.layers.fast_norm import NormFormula, kernel_serves, recognise_norm, swap_norm
 from quantload.layers.swapped_class import Swapped
@@ -91,6 +92,7 @@ def use_fast_paths(
 
 def explain_fast_paths(model: nn.Module) -> tuple[FastPathReport, ...]:
     """Return which modules of a loaded model run by fast paths, and which do not and why."""
+    check_type("model", model, nn.Module, expected="a loaded model")
     reports: tuple[FastPathReport, ...] = model.__dict__.get(_REPORTS, ())
     return reports
 

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quantload.arguments import check_counts, check_type
 from quantload.errors import ConfigError
-from quantload.layers.cut import Schemes, kv_heads_of, merged_cut, scheme_at, times
+from quantload.layers.cut import Schemes, as_parallel, kv_heads_of, merged_cut, scheme_at, times
 from quantload.layers.stack import LinearStack
 from quantload.quant.scheme import DENSE
 from quantload.runtime.parallel import Parallel
@@ -57,7 +58,11 @@ class MergedColumnParallelLinear(LinearStack):
         prefix: str = "",
         proven: bool = False,
     ) -> None:
-        parallel = parallel or Parallel()
+        check_counts(0, in_features=in_features)
+        check_type("output_sizes", output_sizes, (list, tuple), expected="one size for each member")
+        for size in output_sizes:
+            check_counts(0, output_sizes=size)
+        parallel = as_parallel(parallel)
         shares = [
             parallel.share_of(size, f"the {size} rows of member {number} of `{prefix}`")
             for number, size in enumerate(output_sizes)
@@ -190,7 +195,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         prefix: str = "",
         proven: bool = False,
     ) -> None:
-        parallel = parallel or Parallel()
+        check_counts(0, hidden_size=hidden_size, head_dim=head_dim, num_heads=num_heads)
+        parallel = as_parallel(parallel)
         total = num_heads if num_kv_heads is None else num_kv_heads
         width = head_dim if v_head_dim is None else v_head_dim
         heads = parallel.share_of(num_heads, f"the {num_heads} heads of `{prefix}`")

@@ -21,7 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantload.layers.cut import Cut, Schemes, rows_held, scheme_at
+from quantload.arguments import check_counts
+from quantload.layers.cut import Cut, Schemes, as_parallel, rows_held, scheme_at
 from quantload.layers.linear import QuantLinear
 from quantload.layers.merged_linear import MergedColumnParallelLinear, QKVParallelLinear
 from quantload.quant.activation import fake_quantize_columns
@@ -54,6 +55,7 @@ class ReplicatedLinear(QuantLinear):
         parallel: Parallel | None = None,
         prefix: str = "",
     ) -> None:
+        check_counts(0, in_features=in_features, out_features=out_features)
         super().__init__(
             in_features,
             out_features,
@@ -62,7 +64,7 @@ class ReplicatedLinear(QuantLinear):
             dtype=dtype or torch.get_default_dtype(),
             prefix=prefix,
         )
-        self.parallel = parallel or Parallel()
+        self.parallel = as_parallel(parallel)
 
 
 class ColumnParallelLinear(QuantLinear):
@@ -94,7 +96,8 @@ class ColumnParallelLinear(QuantLinear):
         parallel: Parallel | None = None,
         prefix: str = "",
     ) -> None:
-        parallel = parallel or Parallel()
+        check_counts(0, in_features=in_features, out_features=out_features)
+        parallel = as_parallel(parallel)
         rows = parallel.share_of(out_features, f"the {out_features} rows of `{prefix}`")
         super().__init__(
             in_features,
@@ -147,7 +150,8 @@ class RowParallelLinear(QuantLinear):
         parallel: Parallel | None = None,
         prefix: str = "",
     ) -> None:
-        parallel = parallel or Parallel()
+        check_counts(0, in_features=in_features, out_features=out_features)
+        parallel = as_parallel(parallel)
         columns = parallel.share_of(in_features, f"the {in_features} columns of `{prefix}`")
         region = WHOLE if parallel.tp_size == 1 else Region(columns=columns)
         super().__init__(

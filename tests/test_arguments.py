@@ -11,13 +11,23 @@ from click.testing import CliRunner
 from torch import nn
 
 import quantload
-from quantload import api, arguments
+from quantload import api, api_bench, arguments
 from quantload.accuracy.baseline_file import read_baseline
 from quantload.api_allocate import allocate_schemes
 from quantload.api_baseline import check_baseline, write_baseline
 from quantload.api_bisect import bisect
 from quantload.cli import main
 from quantload.errors import ConfigError, QuantloadError, WrongType
+from quantload.layers.attention import use_attention
+from quantload.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from quantload.layers.fast_paths import explain_fast_paths
+from quantload.layers.parallel_linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from quantload.layers.registry import unregister_model
 from quantload.loader.plan import PlanOptions
 from quantload.loader.workers import Resources
@@ -415,6 +425,47 @@ def test_parts_of_a_scheme():
     for wrong in ({"name": 3}, {"weight": "int4"}, {"input": 3}):
         error = refused(quantload.Scheme, **{"name": "W4A16", **wrong})
         assert error.message.startswith(f"`{next(iter(wrong))}` is ")
+
+
+LAYERS = {
+    "column": lambda **o: ColumnParallelLinear(o.pop("size"), 8, **o),
+    "row": lambda **o: RowParallelLinear(o.pop("size"), 8, **o),
+    "replicated": lambda **o: ReplicatedLinear(8, o.pop("size"), **o),
+    "merged": lambda **o: MergedColumnParallelLinear(8, [8, o.pop("size")], **o),
+    "qkv": lambda **o: QKVParallelLinear(8, 4, o.pop("size"), **o),
+    "embedding": lambda **o: VocabParallelEmbedding(o.pop("size"), 8, **o),
+    "head": lambda **o: ParallelLMHead(o.pop("size"), 8, **o),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_for_models_that_are_written_by_hand(name):
+    make = LAYERS[name]
+    for size in ("8", -8, 1.5, None):
+        assert "expected a" in refused(make, size=size).message
+    assert "parse_scheme" in refused(make, size=8, scheme="W4A16").hint
+    assert "from_environment(tp=2)" in refused(make, size=8, parallel=2).hint
+    assert isinstance(make(size=8), nn.Module)
+
+
+def test_sizes_of_members_are_several():
+    assert "`output_sizes` is `8`" in refused(MergedColumnParallelLinear, 8, 8).message
+
+
+BENCHED = [{"batches": 1}, {"batches": []}, {"batches": ["1"]}, {"new_tokens": 1}]
+
+
+@pytest.mark.parametrize("wrong", [*BENCHED, {"prompt_tokens": "8"}], ids=repr)
+def test_what_is_benched(wrong, model, folder):
+    assert refused(api_bench.bench, model, **wrong).message.startswith(f"`{next(iter(wrong))}` is ")
+    assert "`model` is" in refused(api_bench.bench, folder).message
+    assert "`scheme` is" in refused(api_bench.synthetic, "tiny", scheme=3).message
+
+
+def test_what_is_asked_of_a_model(model, folder):
+    assert "`model` is" in refused(explain_fast_paths, folder).message
+    assert "`model` is" in refused(use_attention, None).message
+    assert "layer `3`" in refused(model.set_aux_hidden_state_layers, 3).message
 
 
 # -- what a message shows --------------------------------------------------------------------------

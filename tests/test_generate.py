@@ -229,7 +229,7 @@ def test_bench_of_a_checkpoint(folder):
     [
         ((), "expected MODEL or `--synthetic NAME`"),
         (("--synthetic", "tiny", "--batch", "a"), "`--batch` is `a`"),
-        (("--synthetic", "tiny", "--batch", "0"), "expected at least 1 each"),
+        (("--synthetic", "tiny", "--batch", "0"), "expected at least 1"),
         (("--synthetic", "tiny", "--kv-cache", "fp8"), "is not built for"),
         (("--synthetic", "huge"), "no synthetic model `huge`"),
     ],
