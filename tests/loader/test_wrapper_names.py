@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import tiny_checkpoints as tiny
+import tiny_torchao as ao
 import torch
 from click.testing import CliRunner
 from hypothesis import given
@@ -100,6 +101,19 @@ def test_configs_may_name_modules_as_the_files_do(case, plain, tmp_path):
     assert len(found.warnings) == 1, "every entry of the config matches a module"
     (folder / "quantload-manifest.json").unlink()  # it is of the files before they were changed
     assert quantload.verify(folder, plain / "dense").passed
+
+
+@pytest.mark.parametrize("start", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_descriptions_in_a_header_are_found_by_plain_names(start, tmp_path):
+    """torchao says in the metadata of a file, by the name of the weight, what its parts are."""
+    name = "model.layers.0.self_attn.q_proj"
+    config = ao.quantization(ao.fqn({f"{start}{name}": ao.INT8, "_default": None}))
+    folder = ao.write(tmp_path / "a", {f"{start}{name}.weight": ao.int8()}, config=config)
+    found = quantload.inspect(folder)
+    assert list(found.weights) == [name]
+    plain = ao.write(tmp_path / "b", {f"{name}.weight": ao.int8()})
+    expected = quantload.inspect(plain).read_weight(name).dequantize(torch.float32)
+    assert torch.equal(found.read_weight(name).dequantize(torch.float32), expected)
 
 
 def test_what_is_converted_has_plain_names(plain, tmp_path):
