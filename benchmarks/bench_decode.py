@@ -208,6 +208,7 @@ def _generate(
 def _compiled(
     model: PreTrainedModel, batches: list[int], options: argparse.Namespace
 ) -> Iterator[Row]:
+    started = time.perf_counter()
     steps = CompiledLlama(model)
     distance = _distance(steps, TransformersStepModel(model))
     note = f"logits of the model's own forward within {distance:.1e}"
@@ -215,7 +216,6 @@ def _compiled(
         note = f"WRONG: {note}"
     decoder = Decoder(steps)
     for batch in batches:
-        started = time.perf_counter()
         slot = decoder.slot(batch, options.prompt_tokens + options.new_tokens)
         compiling = time.perf_counter() - started
         if not slot.is_captured:
@@ -233,6 +233,7 @@ def _compiled(
             "captured": True,
             "note": note,
         }
+        started = time.perf_counter()
 
 
 @torch.no_grad()
