@@ -30,6 +30,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -54,7 +55,10 @@ from quantload.runtime.step_model import CacheScales, StepModel
 DEVICE = torch.device("cuda")
 CHECKED = (37, 5, 64)  # lengths of the prompts whose ids are compared
 REPLAYS = 60
-TOLERANCE = 0.03  # relative distance of logits in bfloat16
+# Relative distance of logits of two ways to compute in bfloat16, of two layers; it grows with the
+# root of their number. (Measured: 0.013 of 2 layers, 0.053 of 32; in float32 the same code agrees
+# within 1e-6, see tests.)
+TOLERANCE = 0.03
 FEW = 12  # tokens of eager `generate`
 
 Row = dict[str, Any]
@@ -212,7 +216,7 @@ def _compiled(
     steps = CompiledLlama(model)
     distance = _distance(steps, TransformersStepModel(model))
     note = f"logits of the model's own forward within {distance:.1e}"
-    if not distance <= TOLERANCE:
+    if not distance <= TOLERANCE * math.sqrt(model.config.num_hidden_layers / 2):
         note = f"WRONG: {note}"
     decoder = Decoder(steps)
     for batch in batches:

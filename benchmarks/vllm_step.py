@@ -45,9 +45,10 @@ PAGE = 16
 MOST_SPLITS = 32  # vLLM's flash_attn_max_num_splits_for_cuda_graph
 FORMATS = {"W4A16": "w4a16_g128", "FP8_DYNAMIC": "fp8_ch"}
 KINDS = {"W4A16": ("marlin", "machete"), "FP8_DYNAMIC": ("cutlass",)}
-# Relative error of the logits. Codes of inputs flip where bfloat16 rounds before they are made: a
-# step that is right, emulated in torch with bfloat16 between its kernels, is off by 0.078.
-TOLERANCE = {"W4A16": 2e-2, "FP8_DYNAMIC": 0.12}
+# Relative error of the logits. Codes of inputs flip where bfloat16 rounds before they are made: on
+# an H200 0.088 and 0.102 were measured; the step emulated in torch, with bfloat16 between its
+# kernels, is off by 0.078. Without its rotary embedding a model is off by 0.9.
+TOLERANCE = {"W4A16": 2e-2, "FP8_DYNAMIC": 0.15}
 SMALL = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2048,
     "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
