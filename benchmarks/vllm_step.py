@@ -8,7 +8,8 @@ layers. One CUDA graph holds what vLLM 0.33 launches for one token of each seque
 (torch), then for each block the norm that adds the residual, the product of q, k and v, rotary
 embedding, the write to a paged cache (pages of 16 tokens), FlashAttention 3 over the pages with up
 to 32 splits and a schedule that is computed once a step, the other products, SiLU-and-multiply;
-then the last norm, the head (torch, bfloat16), and torch's argmax. `W4A16` runs with Marlin
+then the last norm, the head (torch, bfloat16), and torch's argmax of its
+logits (vLLM's sampler makes them float32 first). `W4A16` runs with Marlin
 (`vllm-marlin`) and with Machete (`vllm-machete`, which vLLM 0.33 takes first on Hopper);
 `FP8_DYNAMIC` with CUTLASS (`vllm-cutlass`), norms that write codes (vLLM's fusion pass does that)
 and its quantizer by tokens elsewhere. vLLM by default lets Inductor write norms, rotary embedding
@@ -20,26 +21,21 @@ where `vllm` is installed. Before anything is timed a model of two layers is com
 float64 on the same quantized weights (`llama_reference.py`).
 
 Source: vLLM 0.33.0, model_executor/models/llama.py, v1/attention/backends/flash_attn.py,
-model_executor/kernels/linear; and of the order of Marlin's scales, quantization/utils/
-marlin_utils.py.
+model_executor/kernels/linear.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+import vllm_kernels
 from llama_reference import LlamaShape, RandomWeights, exact_step, rotary_angles
 from torch import Tensor
 from torch.nn import functional
-
-from quantload.quant.qtensor import QuantTensor
 
 PAGE = 16
 MOST_SPLITS = 32  # vLLM's flash_attn_max_num_splits_for_cuda_graph
@@ -55,105 +51,7 @@ SMALL = {
     "vocab_size": 1000, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
 }  # fmt: skip
 SMALL_LENGTHS = (37, 5, 64, 300)
-Product = Callable[..., Tensor]
 Start = Callable[[int, int, int], Callable[[], object]]
-
-
-# -- the libraries ---------------------------------------------------------------------------------
-
-
-def _folder() -> Path:
-    if given := os.environ.get("VLLM_FOLDER"):
-        return Path(given)
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
-        raise FileNotFoundError("no vLLM: install it, or name its folder in VLLM_FOLDER")
-    return Path(found.submodule_search_locations[0])
-
-
-@cache
-def _ops() -> Any:
-    torch.ops.load_library(str(_folder() / "_C_stable_libtorch.abi3.so"))
-    return torch.ops._C
-
-
-@cache
-def _flash() -> Any:
-    """Return the operators of vLLM's FlashAttention 3; None where the library does not load."""
-    try:
-        torch.ops.load_library(str(_folder() / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so"))
-    except OSError as error:
-        print(f"attention by torch: {str(error)[:300]}", flush=True)
-        return None
-    return torch.ops._vllm_fa3_C
-
-
-@cache
-def _signed_nibbles() -> int:
-    """Return the id of 4-bit codes that stand for code - 8."""
-    path = _folder() / "scalar_type.py"
-    spec = importlib.util.spec_from_file_location("vllm_scalar_type", path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return int(module.scalar_types.uint4b8.id)
-
-
-# -- products --------------------------------------------------------------------------------------
-
-
-def _words(weight: QuantTensor) -> Tensor:
-    """Return codes + 8 of a weight [N, K] as int32 [K / 8, N], code i of a word at bits 4 * i."""
-    codes = (weight.codes.to(torch.int32) + 8).unflatten(1, (-1, 8))
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
-    return (codes << shifts).sum(-1, dtype=torch.int32).T
-
-
-def _marlin(weight: QuantTensor, locks: Tensor) -> Product:
-    n, k = weight.shape
-    packed = _ops().gptq_marlin_repack(_words(weight).contiguous(), k, n, 4, False)
-    order = [i + 8 * j for i in range(8) for j in range(8)]
-    scales = weight.scale.T.reshape(-1, 64)[:, order].reshape(-1, n).contiguous()
-    kind = _signed_nibbles()
-
-    def product(x: Tensor) -> Tensor:
-        result: Tensor = _ops().marlin_gemm(
-            x, None, packed, None, scales, None, None, None, locks, kind, x.shape[0], n, k,
-            False, True, False,
-        )  # fmt: skip
-        return result
-
-    return product
-
-
-def _machete(weight: QuantTensor, locks: Tensor) -> Product:
-    kind, dtype = _signed_nibbles(), torch.bfloat16
-    packed = _ops().machete_prepack_B(_words(weight).T.contiguous().T, dtype, kind, dtype)
-    scales = weight.scale.T.contiguous()
-    group = weight.block[1]
-
-    def product(x: Tensor) -> Tensor:
-        result: Tensor = _ops().machete_mm(
-            x, packed, kind, None, scales, None, group, None, None, None
-        )
-        return result
-
-    return product
-
-
-def _cutlass(weight: QuantTensor, locks: Tensor) -> Product:
-    codes, factors = weight.codes.clone(), weight.scale.float()
-
-    def product(x: Tensor, scales: Tensor) -> Tensor:
-        result = torch.empty(len(x), len(codes), dtype=torch.bfloat16, device=x.device)
-        _ops().cutlass_scaled_mm(result, x, codes.T, scales, factors, None)
-        return result
-
-    return product
-
-
-_PRODUCTS = {"marlin": _marlin, "machete": _machete, "cutlass": _cutlass}
 
 
 class Model:
@@ -161,7 +59,7 @@ class Model:
 
     Args:
         weights: Random ones.
-        kind: A key of `_PRODUCTS`.
+        kind: A key of `vllm_kernels.PRODUCTS`.
     """
 
     def __init__(self, weights: RandomWeights, kind: str) -> None:
@@ -170,15 +68,13 @@ class Model:
         self.embedding, self.head = weights.embedding, weights.head
         layers = self.shape.layers
         self.norms = [weights.norm(number) for number in range(2 * layers + 1)]
-        locks = torch.zeros(4 * _processors(device), dtype=torch.int32, device=device)
-        self.layers: list[dict[str, Product]] = []
+        locks = torch.zeros(4 * vllm_kernels.processors(device), dtype=torch.int32, device=device)
+        self.layers: list[dict[str, vllm_kernels.Product]] = []
         for number in range(layers):
             made = weights.layer(number)
-            self.layers.append({name: _PRODUCTS[kind](made[name], locks) for name in made})
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+            self.layers.append(
+                {name: vllm_kernels.PRODUCTS[kind](made[name], locks) for name in made}
+            )
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -223,7 +119,7 @@ class Step:
 
     def run(self) -> None:
         """Launch the kernels of a step."""
-        model, shape, ops = self.model, self.model.shape, _ops()
+        model, shape, ops = self.model, self.model.shape, vllm_kernels.ops()
         positions, slots = self.places
         schedule = self._schedule(self.lengths)
         residual = functional.embedding(self.tokens, model.embedding)
@@ -256,7 +152,7 @@ class Step:
         self, hidden: Tensor | None, residual: Tensor, number: int
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return (what the next product reads, residual); the first norm has nothing to add."""
-        ops, factors, eps = _ops(), self.model.norms[number], self.model.shape.eps
+        ops, factors, eps = vllm_kernels.ops(), self.model.norms[number], self.model.shape.eps
         if self.model.rounds_input:
             codes, scales = self._codes(residual)
             source, rest = (residual, None) if hidden is None else (hidden, residual)
@@ -277,14 +173,14 @@ class Step:
         if not self.model.rounds_input:
             return (x,)
         codes, scales = self._codes(x)
-        _ops().dynamic_per_token_scaled_fp8_quant(codes, x, scales, None)
+        vllm_kernels.ops().dynamic_per_token_scaled_fp8_quant(codes, x, scales, None)
         return codes, scales
 
     def _schedule(self, lengths: Tensor) -> Tensor | None:
-        if _flash() is None:
+        if vllm_kernels.flash() is None:
             return None
         shape, room = self.model.shape, self.pages * PAGE
-        schedule: Tensor = _flash().get_scheduler_metadata(
+        schedule: Tensor = vllm_kernels.flash().get_scheduler_metadata(
             self.batch, 1, room, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim,
             torch.bfloat16, lengths, self.starts, None, None, None, None, PAGE, 0, True, -1, -1,
             False, MOST_SPLITS, None, 0,
@@ -295,7 +191,7 @@ class Step:
         if schedule is None:
             return self._attention_of_torch(q, number)
         result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        _flash().fwd(
+        vllm_kernels.flash().fwd(
             q, self.keys[number], self.values[number], None, None, None, result, self.starts,
             None, None, None, self.lengths, 1, self.pages * PAGE, self.table,
             None, None, None, None, None, None, None, None, q.shape[-1] ** -0.5,
@@ -403,7 +299,7 @@ def _build(config: Mapping[str, Any], scheme: str, kind: str) -> tuple[str, Star
         raise ValueError(f"errors {right}, of a wrong model {wrong}")
     model = Model(RandomWeights(LlamaShape.of(config), FORMATS[scheme], device), kind)
     said = ", ".join(f"{error:.2e}" for error in right)
-    attention = "attention by torch" if _flash() is None else "FlashAttention 3 of vLLM"
+    attention = "attention by torch" if vllm_kernels.flash() is None else "FlashAttention 3 of vLLM"
     note = f"{attention}; small model against float64: {said} (wrong: {wrong:.2f})"
     return note, partial(_start, model)
 

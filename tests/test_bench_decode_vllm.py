@@ -93,6 +93,7 @@ def _write(k, v, keys, values, slots, dtype, k_scale, v_scale):
 @pytest.fixture
 def plug_in(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
+    import vllm_kernels
     import vllm_step
 
     ops = SimpleNamespace(
@@ -108,10 +109,10 @@ def plug_in(monkeypatch):
         silu_and_mul=_silu_and_mul,
         rotary_embedding=_rotate,
     )
-    monkeypatch.setattr(vllm_step, "_ops", lambda: ops)
-    monkeypatch.setattr(vllm_step, "_flash", lambda: None)
-    monkeypatch.setattr(vllm_step, "_signed_nibbles", lambda: 77)
-    monkeypatch.setattr(vllm_step, "_processors", lambda device: 1)
+    monkeypatch.setattr(vllm_kernels, "ops", lambda: ops)
+    monkeypatch.setattr(vllm_kernels, "flash", lambda: None)
+    monkeypatch.setattr(vllm_kernels, "signed_nibbles", lambda: 77)
+    monkeypatch.setattr(vllm_kernels, "processors", lambda device: 1)
     writes = SimpleNamespace(reshape_and_cache_flash=_write)
     monkeypatch.setattr(torch.ops, "_C_cache_ops", writes, raising=False)
     small = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4,
@@ -119,7 +120,7 @@ def plug_in(monkeypatch):
     monkeypatch.setattr(vllm_step, "SMALL", vllm_step.SMALL | small)
     monkeypatch.setattr(vllm_step, "SMALL_LENGTHS", (9, 20))
     yield vllm_step
-    for name in ("vllm_step", "llama_reference", "gemm_cells"):
+    for name in ("vllm_step", "vllm_kernels", "llama_reference", "gemm_cells"):
         sys.modules.pop(name, None)
 
 
