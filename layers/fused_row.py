@@ -307,7 +307,8 @@ def _waiting(x: Tensor, layer: FusedLayer) -> Waiting:
     values = (x.float() * weight).to(x.dtype)
     peaks = values.float().abs().reshape(-1, 16).amax(1)
     squares = x.float().reshape(-1, 16).square().sum(1)
-    return Waiting(values, peaks, x, squares, norm.eps)
+    sums = values.float().reshape(-1, 16).sum(1)
+    return Waiting(values, peaks, sums, x, squares, norm.eps)
 
 
 __all__ = ["SingleRow", "proven_rows", "single_row"]

@@ -44,8 +44,10 @@ from quantload.runtime.kernels.warp_streams import (
     rows_at,
     shared_start,
     store_16,
+    store_one,
     store_rows,
     store_two,
+    summed,
     sync,
     wait_for_all_but,
     words_at,
@@ -236,40 +238,53 @@ def _ask_inputs(x, blocks, warp, lane, JX: gl.constexpr, NW: gl.constexpr):
 
 @gluon.jit
 def _keep_inputs(
-    found, inputs, excess, blocks, warp, lane, q, turned, nothing, first,
+    found, sums_in, inputs, excess, blocks, warp, lane, q, turned, nothing, first,
     JX: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """Put x into shared memory, and -136 times the sum of x of each group."""
+    """Put x into shared memory, and -136 times the sum of x of each group.
+
+    The sums are those of 8 parts each that the kernel ahead told, or are made here.
+    """
     for j in gl.static_range(JX):
         block = warp + j * NW
         inside = (block < blocks).to(gl.int32)
         store_16(inputs + block * 512 + lane * 16, found[j], inside)
-    sync(lane)
-    none = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-    for j in gl.static_range(JX):
-        block = gl.minimum(warp + j * NW, blocks - 1)
-        at = inputs + block * 512 + q * 16
-        one, two = _inputs_at(at + turned), _inputs_at(at + (64 - turned))
-        sums, more = _excess_of(none, one), _excess_of(none, two)
-        inside = (warp + j * NW < blocks).to(gl.int32)
-        store_two(excess + block * 8, sums[0] + more[0], sums[4] + more[4], first & inside)
+    if sums_in is not None:
+        # 16 lanes have a part of a block each, the first and the second 8 are of a group
+        for j in gl.static_range((JX + 1) // 2):
+            block = (warp + (2 * j + lane // 16) * NW).to(gl.int32)
+            inside = block < blocks
+            part = gl.load(sums_in + block * 16 + lane % 16, mask=inside, other=0.0)
+            sums = summed(part, 8) * -136.0
+            here = (inside & (lane % 8 == 0)).to(gl.int32)
+            store_one(excess + block * 8 + lane // 8 % 2 * 4, sums, here)
+    else:
+        sync(lane)
+        none = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+        for j in gl.static_range(JX):
+            block = gl.minimum(warp + j * NW, blocks - 1)
+            at = inputs + block * 512 + q * 16
+            one, two = _inputs_at(at + turned), _inputs_at(at + (64 - turned))
+            sums, more = _excess_of(none, one), _excess_of(none, two)
+            inside = (warp + j * NW < blocks).to(gl.int32)
+            store_two(excess + block * 8, sums[0] + more[0], sums[4] + more[4], first & inside)
 
 
 @gluon.jit(do_not_specialize=["blocks", "units"])
 def nibble_stream(  # noqa: C901 - what is not there is compiled out
-    x, words, scale, bias, out, squares_in, hidden, weight, scaled, squares, peaks,
+    x, sums_in, words, scale, bias, out, squares_in, hidden, weight, scaled, squares, of_16,
     N, blocks, units, half_rows, norm_width, eps,
     UNITS: gl.constexpr, J: gl.constexpr, JX: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
     WK: gl.constexpr, GLU: gl.constexpr, RESIDUAL: gl.constexpr, OFFSET: gl.constexpr,
-    NORMED: gl.constexpr,
-    TILES_IN: gl.constexpr, EVEN: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
-    SIZE: gl.constexpr, num_warps: gl.constexpr,
+    NORMED: gl.constexpr, PEAKS: gl.constexpr, TILES_IN: gl.constexpr, EVEN: gl.constexpr,
+    LATE: gl.constexpr, EARLY: gl.constexpr, SIZE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Write out [N], or [N / 2] with GLU; see the top of this file.
 
-    x [K], words [blocks, N, 64], scale [blocks, N] int32 (two bfloat16), bias [N] or None; with
-    NORMED squares_in [norm_width / 16] float32; with RESIDUAL hidden and weight [N], out is the new
-    stream, scaled [N] that times the weight, squares [N / 16]; peaks [N / 16] float32 or None.
+    x [K], sums_in [K / 16] float32 of its parts or None, words [blocks, N, 64], scale [blocks, N]
+    int32 (two bfloat16), bias [N] or None; with NORMED squares_in [norm_width / 16] float32; with
+    RESIDUAL hidden and weight [N], out is the new stream, scaled [N] that times the weight, squares
+    [N / 16]. of_16 [N / 16] float32, or of N / 2 with GLU: largest magnitudes with PEAKS, or sums.
     blocks is K / 256, units are groups of R tiles, at most UNITS of them a program's, J =
     ceil(blocks / WK), JX = ceil(blocks / warps). S slots; EVEN: WK divides blocks; LATE: the next
     kernel starts behind the loop; EARLY: launched before the one ahead has ended; SIZE KB of shared
@@ -319,7 +334,9 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     part_of_squares = nothing
     if NORMED:
         part_of_squares = squares_of_lane(squares_in, norm_width, lane, TILES_IN)
-    _keep_inputs(found, inputs, excess, blocks, warp, lane, q, turned, nothing, first, JX, NW)
+    _keep_inputs(
+        found, sums_in, inputs, excess, blocks, warp, lane, q, turned, nothing, first, JX, NW
+    )
     wait_for_all_but(thread, S)  # scales are there
     gl.thread_barrier()
     item = 0
@@ -371,8 +388,10 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
         y = sum_of_rows(part, bias, row, factor, R, WK)
         if GLU:
             up = sum_of_rows(part + 64, bias, half_rows + row, factor, R, WK)
-            write_gated(y, up, out, peaks, row, inside)
+            write_gated(y, up, out, of_16, row, inside, PEAKS)
         elif RESIDUAL:
-            write_residual(y, hidden, weight, out, scaled, squares, peaks, row, inside, OFFSET)
+            write_residual(
+                y, hidden, weight, out, scaled, squares, of_16, row, inside, OFFSET, PEAKS
+            )
         else:
             write_plain(y, out, row, inside)

@@ -206,11 +206,12 @@ def _keep_inputs(
 @gluon.jit(do_not_specialize=["blocks", "units"])
 def rounded_stream(  # noqa: C901 - what is not there is compiled out
     x, x_scale, peaks_in, squares_in, codes, w_scale, bias, out, hidden, weight, scaled, squares,
-    peaks, K, blocks, units, half_rows, norm_width, eps,
+    of_16, K, blocks, units, half_rows, norm_width, eps,
     UNITS: gl.constexpr, J: gl.constexpr, JX: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
     WK: gl.constexpr, GLU: gl.constexpr, RESIDUAL: gl.constexpr, OFFSET: gl.constexpr,
-    NORMED: gl.constexpr, PEAKS_IN: gl.constexpr, TILES_IN: gl.constexpr, EVEN: gl.constexpr,
-    LATE: gl.constexpr, EARLY: gl.constexpr, SIZE: gl.constexpr, num_warps: gl.constexpr,
+    NORMED: gl.constexpr, PEAKS: gl.constexpr, PEAKS_IN: gl.constexpr, TILES_IN: gl.constexpr,
+    EVEN: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr, SIZE: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Write out [N], or [N / 2] with GLU; see the top of this file.
 
@@ -314,8 +315,10 @@ def rounded_stream(  # noqa: C901 - what is not there is compiled out
         if GLU:
             of_up = half_rows + row
             up = sum_of_rows(part + 64, bias, of_up, factor * gl.load(w_scale + of_up), R, WK)
-            write_gated(y, up, out, peaks, row, inside)
+            write_gated(y, up, out, of_16, row, inside, PEAKS)
         elif RESIDUAL:
-            write_residual(y, hidden, weight, out, scaled, squares, peaks, row, inside, OFFSET)
+            write_residual(
+                y, hidden, weight, out, scaled, squares, of_16, row, inside, OFFSET, PEAKS
+            )
         else:
             write_plain(y, out, row, inside)

@@ -5,7 +5,7 @@
     RESIDUAL  hidden + y; that times the weight of the next norm; of each 16 the sum of squares
 
 Each can also tell the largest magnitude of each 16 of what the next product reads, which then
-quantizes that without looking at it first.
+quantizes that without looking at it first; or their sum, which a product of nibbles needs.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def sum_of_rows(part, bias, row, factor, R: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def _write_peaks(peaks, values, row, inside):
-    if peaks is not None:
-        high = highest(gl.abs(values.to(gl.float32)), 16)
-        gl.store(peaks + row // 16, high, mask=inside & (row % 16 == 0))
+def _write_parts(parts, values, row, inside, PEAKS: gl.constexpr):
+    """Write of each 16 values the largest magnitude, or the sum."""
+    x = values.to(gl.float32)
+    found = highest(gl.abs(x), 16) if PEAKS else summed(x, 16)
+    gl.store(parts + row // 16, found, mask=inside & (row % 16 == 0))
 
 
 @gluon.jit
@@ -65,19 +66,20 @@ def write_plain(y, out, row, inside):
 
 
 @gluon.jit
-def write_gated(gate, up, out, peaks, row, inside):
+def write_gated(gate, up, out, parts, row, inside, PEAKS: gl.constexpr):
     """Write silu(gate) * up with the roundings of a model's own code."""
     gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
     act = gl.div_rn(gate, 1.0 + libdevice.exp(-gate)).to(gl.bfloat16).to(gl.float32)
     values = (act * up).to(gl.bfloat16)
     gl.store(out + row, values, mask=inside)
-    _write_peaks(peaks, values, row, inside)
+    _write_parts(parts, values, row, inside, PEAKS)
 
 
 @gluon.jit
 def write_residual(
-    y, hidden, weight, out, scaled, squares, peaks, row, inside, OFFSET: gl.constexpr
-):
+    y, hidden, weight, out, scaled, squares, parts, row, inside,
+    OFFSET: gl.constexpr, PEAKS: gl.constexpr,
+):  # fmt: skip
     """Write the sum with the stream, that times the norm's weight, and what belongs to it."""
     h = gl.load(hidden + row, mask=inside, other=0.0).to(gl.float32)
     w = gl.load(weight + row, mask=inside, other=0.0).to(gl.float32)
@@ -89,4 +91,4 @@ def write_residual(
     gl.store(squares + row // 16, summed(h * h, 16), mask=inside & (row % 16 == 0))
     values = (h * w).to(gl.bfloat16)
     gl.store(scaled + row, values, mask=inside)
-    _write_peaks(peaks, values, row, inside)
+    _write_parts(parts, values, row, inside, PEAKS)

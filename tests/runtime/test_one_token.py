@@ -87,7 +87,8 @@ class Card:
         values = (self.stream.float() * 0.7).bfloat16()
         peaks = values.float().abs().reshape(-1, 16).amax(1)
         squares = self.stream.float().reshape(-1, 16).square().sum(1)
-        self.x = Waiting(values, peaks, self.stream, squares, 1e-5)
+        sums = values.float().reshape(-1, 16).sum(1)
+        self.x = Waiting(values, peaks, sums, self.stream, squares, 1e-5)
         self.hidden = torch.randn(1, n, device="cuda").bfloat16()
         self.bias = torch.randn(n, device="cuda").bfloat16()
 
