@@ -60,6 +60,23 @@ class Pointer:
         return register(self.at.to(dtype))
 
 
+class Shared:
+    """A tensor in shared memory, NaN until it is written."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def slice(self, start, length, dim=0):
+        return Shared(self.values.narrow(dim, start, length))
+
+    def store(self, value):
+        assert value.dtype == self.values.dtype
+        self.values.copy_(plain(value))
+
+    def load(self, layout):
+        return register(self.values.clone())
+
+
 class Machine:
     """Stands for `gl`, and has the memory."""
 
@@ -111,7 +128,10 @@ class Machine:
     def BlockedLayout(self, *parts):
         return None
 
-    SliceLayout = BlockedLayout
+    SliceLayout = SwizzledSharedLayout = BlockedLayout
+
+    def allocate_shared_memory(self, dtype, shape, layout):
+        return Shared(torch.full(shape, float("nan"), dtype=dtype))
 
     def arange(self, start, stop, layout=None):
         return register(torch.arange(start, stop, dtype=torch.int32))
