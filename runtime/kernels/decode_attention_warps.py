@@ -33,7 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quantload.runtime.kernels.attention_pieces import add_up, added, larger, leave_piece
-from quantload.runtime.kernels.dependent_launch import launches_early
+from quantload.runtime.kernels.dependent_launch import launches_early, processors
 
 __all__ = ["attention_of_warps", "candidates", "launch", "serves", "settings_for"]
 
@@ -169,7 +169,7 @@ def _own_score(a, b):
 @gluon.jit
 def attention_of_warps(
     q, k, v, cos, sin, keys, values, positions, locks, out, part, stats, peaks, sums,
-    q_stride, k_stride, v_stride, row_stride, head_stride, place_stride, kv_heads, scale,
+    q_stride, k_stride, v_stride, row_stride, head_stride, place_stride, pairs, kv_heads, scale,
     G: gl.constexpr, SPLITS: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Write out [B, KV * G * D] and the new keys and values; see `decode_attention`.
@@ -185,7 +185,7 @@ def attention_of_warps(
     program = gl.program_id(0)
     if EARLY:
         gdc_launch_dependents()
-    split, pair = program % SPLITS, program // SPLITS
+    split, pair = program % SPLITS, gl.minimum(program // SPLITS, pairs - 1)
     b, h = pair // kv_heads, pair % kv_heads
     w2 = gl.expand_dims(gl.arange(0, NW, layout=gl.SliceLayout(1, L2)), 1)
     g2 = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, L2)), 0)
@@ -202,6 +202,7 @@ def attention_of_warps(
     size = (now + SPLITS * ROUND - 1) // (SPLITS * ROUND) * ROUND
     size = gl.maximum(size, ROUND)
     active = gl.maximum((now + size - 1) // size, 1)
+    split = gl.where(program < pairs * SPLITS, split, SPLITS)  # the others have no part
     low = split * size
     high = gl.minimum(low + size, now)
     head = b.to(gl.int64) * row_stride + h.to(gl.int64) * head_stride
@@ -310,6 +311,14 @@ def candidates(pairs: int, length: int) -> Iterator[Mapping[str, int]]:
                 yield {"splits": splits, "warps": warps}
 
 
+def _programs(needed: int, device: torch.device) -> int:
+    """Return programs so that each processor has one, or as many as needed.
+
+    Programs of the next kernel come two to a processor that has none, and all wait for those then.
+    """
+    return max(needed, processors(device)) if launches_early(device) else needed
+
+
 def launch(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
     positions: Tensor, locks: Tensor, out: Tensor, peaks: Tensor | None, sums: Tensor | None,
@@ -320,10 +329,10 @@ def launch(
     pairs, pieces = len(q) * kv_heads, len(q) * kv_heads * splits
     part = torch.empty(pieces * group * (_D + 2), dtype=torch.float32, device=q.device)
     early = launches_early(q.device)
-    attention_of_warps[(pairs * splits,)](
+    attention_of_warps[(_programs(pairs * splits, q.device),)](
         q, k, v, cos, sin, keys, values, positions, locks, out,
         part, part[pieces * group * _D :], peaks, sums,
         q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
-        kv_heads, scale, G=group, SPLITS=splits, EARLY=early, num_warps=warps,
+        pairs, kv_heads, scale, G=group, SPLITS=splits, EARLY=early, num_warps=warps,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -29,6 +29,7 @@ __all__ = [
     "SUM",
     "launches_early",
     "let_next_start",
+    "processors",
     "wait_for_previous",
 ]
 
@@ -41,6 +42,12 @@ LARGEST = tl.standard._elementwise_max
 def launches_early(device: torch.device) -> bool:
     """True if kernels on `device` may start before the one before has ended."""
     return device.type == "cuda" and not INTERPRETED and _major(device.index) >= 9
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return how many programs of a large kernel run at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

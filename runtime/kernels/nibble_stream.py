@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quantload.runtime.kernels.stream_epilogues import (
+    of_rows,
     rms_factor,
     squares_of_lane,
     sum_of_rows,
@@ -295,6 +296,7 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     WN: gl.constexpr = NW // WK
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     ROWS: gl.constexpr = 16 if GLU else 16 * R
+    STEPS: gl.constexpr = (UNITS * ROWS + T - 1) // T
     FAR: gl.constexpr = UNITS * TILE_SCALES if GLU else TILE_SCALES  # between scales of two tiles
     OF_UNIT: gl.constexpr = TILE_SCALES if GLU else R * TILE_SCALES
     pid = gl.program_id(0)
@@ -327,9 +329,15 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     for u in gl.static_range(S):
         _ask(u, u, items, first_unit, blocks, N, half_rows, place, wk, wn, lane, ring,
              J, R, WK, WN, GLU)  # fmt: skip
+    weights = ()
+    if RESIDUAL:
+        weights = of_rows(weight, first_unit * ROWS, mine * ROWS, thread, STEPS, T)
     if EARLY:
         gdc_wait()
     found = _ask_inputs(x, blocks, warp, lane, JX, NW)
+    before = ()
+    if RESIDUAL:
+        before = of_rows(hidden, first_unit * ROWS, mine * ROWS, thread, STEPS, T)
     nothing = gl.full([T], 0.0, gl.float32, layout=ONE)
     part_of_squares = nothing
     if NORMED:
@@ -379,8 +387,8 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     if NORMED:
         factor = rms_factor(part_of_squares, norm_width, eps)
     gl.thread_barrier()
-    for begin in range(0, mine * ROWS, T):
-        index = begin + thread
+    for u in gl.static_range(STEPS):
+        index = u * T + thread
         inside = index < mine * ROWS
         index = gl.minimum(index, mine * ROWS - 1)
         row = first_unit * ROWS + index
@@ -391,7 +399,7 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
             write_gated(y, up, out, of_16, row, inside, PEAKS)
         elif RESIDUAL:
             write_residual(
-                y, hidden, weight, out, scaled, squares, of_16, row, inside, OFFSET, PEAKS
+                y, before[u], weights[u], out, scaled, squares, of_16, row, inside, OFFSET, PEAKS
             )
         else:
             write_plain(y, out, row, inside)

@@ -42,7 +42,7 @@ __all__ = [
     "why_not",
 ]
 
-_SETTINGS = ("tiles", "slots", "warps", "beside", "each", "late", "kb")
+_SETTINGS = ("tiles", "slots", "warps", "beside", "each", "late", "kb", "regs")
 _BESIDE = 111 << 10  # bytes of shared memory of a small product's program
 _LARGE = 122 << 10  # of a program beside which one of those fits
 _ALONE = 118  # KB, of which two do not fit a processor
@@ -292,7 +292,7 @@ class _Shape:
 
 
 def _shape(bytes_of, rows: int, blocks: int, device: torch.device, settings: list[int]) -> _Shape:
-    tiles, slots, warps, beside, each, late, least = settings
+    tiles, slots, warps, beside, each, late, least, registers = settings
     units = rows // (16 * tiles)
     programs = min(units, _processors(device) * each)
     most = -(-units // programs)
@@ -303,6 +303,7 @@ def _shape(bytes_of, rows: int, blocks: int, device: torch.device, settings: lis
         "S": slots, "WK": beside,
         "EVEN": blocks % beside == 0, "LATE": bool(late), "EARLY": early, "SIZE": size // 1024,
         "num_warps": warps, **({"launch_pdl": True} if early else {}),
+        **({"maxnreg": registers} if registers else {}),
     }  # fmt: skip
     return _Shape(programs, units, size, constants)
 
@@ -326,7 +327,7 @@ def _settings(
     """Look settings up, within an operator: what is compiled does not see the table."""
     found = find(family(glu=glu, nibbles=nibbles), device, m=1, n=rows, k=features)
     found = found or rule(rows, features, _processors(device), glu=glu, nibbles=nibbles)
-    return [({"kb": 0} | dict(found))[name] for name in _SETTINGS]
+    return [({"kb": 0, "regs": 0} | dict(found))[name] for name in _SETTINGS]
 
 
 @functools.cache
@@ -350,7 +351,7 @@ def rule(
     slots = min(4, -(-units // apart) * -(-blocks // beside))
     while slots > 1 and _needed(bytes_of, blocks, units, tiles, slots, _WARPS, beside) > room:
         slots -= 1
-    made = (tiles, slots, _WARPS, beside, 1, 0, _ALONE if large else 0)
+    made = (tiles, slots, _WARPS, beside, 1, 0, _ALONE if large else 0, 0)
     return dict(zip(_SETTINGS, made, strict=True))
 
 
@@ -376,7 +377,7 @@ def candidates(
             size = _needed(bytes_of, blocks, units, tiles, slots, warps, beside)
             if (size + 1024) * each <= _MOST + 1024:
                 for late in (0, 1):
-                    made = (tiles, slots, warps, beside, each, late, 0)
+                    made = (tiles, slots, warps, beside, each, late, 0, 0)
                     yield dict(zip(_SETTINGS, made, strict=True))
 
 

@@ -17,6 +17,7 @@ from triton.language.extra import libdevice
 from quantload.runtime.kernels.warp_streams import highest, sum_of_parts, summed
 
 __all__ = [
+    "of_rows",
     "rms_factor",
     "squares_of_lane",
     "sum_of_rows",
@@ -24,6 +25,16 @@ __all__ = [
     "write_plain",
     "write_residual",
 ]
+
+
+@gluon.jit
+def of_rows(place, first, count, thread, STEPS: gl.constexpr, T: gl.constexpr):
+    """Load what a thread needs for its rows at the end, long before: nobody waits for it then."""
+    found = ()
+    for u in gl.static_range(STEPS):
+        new = gl.load(place + first + gl.minimum(u * T + thread, count - 1))
+        found = found + (new,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
 
 
 @gluon.jit
@@ -77,12 +88,11 @@ def write_gated(gate, up, out, parts, row, inside, PEAKS: gl.constexpr):
 
 @gluon.jit
 def write_residual(
-    y, hidden, weight, out, scaled, squares, parts, row, inside,
+    y, before, weight, out, scaled, squares, parts, row, inside,
     OFFSET: gl.constexpr, PEAKS: gl.constexpr,
 ):  # fmt: skip
     """Write the sum with the stream, that times the norm's weight, and what belongs to it."""
-    h = gl.load(hidden + row, mask=inside, other=0.0).to(gl.float32)
-    w = gl.load(weight + row, mask=inside, other=0.0).to(gl.float32)
+    h, w = before.to(gl.float32), weight.to(gl.float32)
     if OFFSET:
         w = 1.0 + w
     h = (h + y.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)
