@@ -48,6 +48,7 @@ _LARGE = 122 << 10  # of a program beside which one of those fits
 _ALONE = 118  # KB, of which two do not fit a processor
 _MOST = 227 << 10
 _WARPS = 8
+_FETCHED = slice(3, 9)  # blocks of a large product
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ def added_product(
     norm: NormWeight,
     *,
     peaks: bool,
+    ahead: Packed | None = None,
 ) -> Waiting:
     """Return hidden + W x + bias, for the product behind a norm of it.
 
@@ -162,13 +164,17 @@ def added_product(
         norm: What the next product's input is normed with.
         peaks: The next product makes codes and is told the largest magnitudes; else it is told
             sums.
+        ahead: What the next product multiplies with: parts of it are fetched into L2, if it is the
+            larger one.
     """
-    stream, scaled, squares, found = _run(weight, x, bias, hidden=hidden, norm=norm, peaks=peaks)
+    stream, scaled, squares, found = _run(
+        weight, x, bias, hidden=hidden, norm=norm, peaks=peaks, ahead=ahead
+    )
     parts = (found, None) if peaks else (None, found)
     return Waiting(scaled, *parts, stream, squares, norm.eps)
 
 
-def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False):
+def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False, ahead=None):
     waits = x if isinstance(x, Waiting) else Waiting(x) if isinstance(x, Tensor) else None
     rest = (
         bias, hidden, None if norm is None else norm.weight, norm is not None and norm.offset,
@@ -177,13 +183,18 @@ def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False):
     if isinstance(weight, NibbleWeight):
         assert waits is not None, "nibbles take values"
         given = waits.values, waits.sums, waits.squares, waits.eps
-        return _nibbles(*given, weight.words, weight.scale, *rest)
+        return _nibbles(*given, weight.words, weight.scale, *rest, _fetched(ahead))
     if waits is None:
         return _codes(x.codes, x.scales, None, None, 0.0, weight.codes, weight.scale, *rest)
     assert waits.peaks is not None, "codes are made of values with peaks"
     return _codes(
         waits.values, None, waits.peaks, waits.squares, waits.eps, weight.codes, weight.scale, *rest
     )
+
+
+def _fetched(ahead: Packed | None) -> Tensor | None:
+    """Return the blocks that a product has not asked for before its wait."""
+    return ahead.words[_FETCHED] if isinstance(ahead, NibbleWeight) else None
 
 
 def _results(
@@ -201,7 +212,7 @@ def _results(
 def _nibbles(
     x: Tensor, sums_in: Tensor | None, squares_in: Tensor | None, eps: float, words: Tensor,
     scale: Tensor, bias: Tensor | None, hidden: Tensor | None, norm: Tensor | None, offset: bool,
-    glu: bool, peaks: bool,
+    glu: bool, peaks: bool, ahead: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     blocks, rows, _ = words.shape
     results = _results(words, rows, stream=hidden is not None, glu=glu)
@@ -212,7 +223,7 @@ def _nibbles(
         made = nibble_stream.nibble_stream[(shape.programs,)](
             x, sums_in, words, scale, bias, out, out if squares_in is None else squares_in,
             out if hidden is None else hidden, out if norm is None else norm, scaled, squares,
-            found,
+            found, ahead, 0 if ahead is None else ahead.nbytes >> 14,
             rows, blocks, shape.units, rows // 2, x.shape[1], eps,
             GLU=glu, RESIDUAL=hidden is not None, OFFSET=offset, NORMED=squares_in is not None,
             PEAKS=peaks,
