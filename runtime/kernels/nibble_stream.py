@@ -288,7 +288,8 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     int32 (two bfloat16), bias [N] or None; with NORMED squares_in [norm_width / 16] float32; with
     RESIDUAL hidden and weight [N], out is the new stream, scaled [N] that times the weight, squares
     [N / 16]. of_16 [N / 16] float32, or of N / 2 with GLU: largest magnitudes with PEAKS, or sums.
-    ahead, or None, is fetched into L2 before the wait, ahead_pieces times 16 KB, up to one a thread.
+    ahead, or None, is fetched into L2 before the wait, ahead_pieces times 16 KB, at most one a
+    thread.
     blocks is K / 256, units are groups of R tiles, at most UNITS of them a program's, J =
     ceil(blocks / WK), JX = ceil(blocks / warps). S slots; EVEN: WK divides blocks; LATE: the next
     kernel starts behind the loop; EARLY: launched before the one ahead has ended; SIZE KB of shared

@@ -194,7 +194,8 @@ def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False, ahe
 
 def _fetched(ahead: Packed | None) -> Tensor | None:
     """Return the blocks that a product has not asked for before its wait."""
-    return ahead.words[_FETCHED] if isinstance(ahead, NibbleWeight) else None
+    fetched = ahead.words[_FETCHED] if isinstance(ahead, NibbleWeight) else None
+    return fetched if fetched is not None and fetched.numel() else None
 
 
 def _results(

@@ -40,8 +40,8 @@ class Case:
         k, v = q + self.heads * D, q + (self.heads + self.kv) * D
         machine.run(
             kernel, pairs * splits + 3, q, k, v, cos, sin, keys, values, places, locks, out, part,
-            stats, peaks, sums, stride, stride, stride, self.kv * self.length * D, self.length * D, D,
-            pairs, self.kv, 0.09, G=self.group, SPLITS=splits, EARLY=False, num_warps=warps,
+            stats, peaks, sums, stride, stride, stride, self.kv * self.length * D,
+            self.length * D, D, pairs, self.kv, 0.09, G=self.group, SPLITS=splits, EARLY=False, num_warps=warps,
         )  # fmt: skip
         assert not machine.get(locks, pairs).any(), "a lock is left over"
         kept = (machine.get(x, self.keys.numel()).reshape(self.keys.shape) for x in (keys, values))
