@@ -76,6 +76,9 @@ def _output() -> str:
     return " ".join([*lines, "}"])
 
 
+_TURN = "{ .reg .b32 a; .reg .b32 b; mul.rn.bf16x2 a, $1, $3; mul.rn.bf16x2 b, $2, $4; "
+TURN = gl.constexpr(_TURN + "add.rn.bf16x2 $0, a, b; }")
+TURN_BACK = gl.constexpr(_TURN + "sub.rn.bf16x2 $0, a, b; }")
 SCORES = gl.constexpr(_scores())
 SCORES_OPS = gl.constexpr(",".join(["=&f"] * 8 + ["r"] * 48))
 OUTPUT = gl.constexpr(_output())
@@ -85,18 +88,16 @@ OUTPUT_OPS = gl.constexpr(",".join(["=&f"] * 16 + ["r"] * 20 + ["f"] * 16))
 @gluon.jit
 def _turned(x, c, s):
     """Rotary of halves: two products and their sum, each rounded to bfloat16."""
-    y0 = _turn(x[0], x[2], c[0], s[0], -1.0)
-    y1 = _turn(x[1], x[3], c[1], s[1], -1.0)
-    y2 = _turn(x[2], x[0], c[2], s[2], 1.0)
-    y3 = _turn(x[3], x[1], c[3], s[3], 1.0)
+    y0, y1 = _turn(x[0], x[2], c[0], s[0], TURN_BACK), _turn(x[1], x[3], c[1], s[1], TURN_BACK)
+    y2, y3 = _turn(x[2], x[0], c[2], s[2], TURN), _turn(x[3], x[1], c[3], s[3], TURN)
     return y0, y1, y2, y3
 
 
 @gluon.jit
-def _turn(x, y, c, s, sign):
-    one = (x.to(gl.float32) * c.to(gl.float32)).to(gl.bfloat16).to(gl.float32)
-    two = (y.to(gl.float32) * sign * s.to(gl.float32)).to(gl.bfloat16).to(gl.float32)
-    return (one + two).to(gl.bfloat16)
+def _turn(x, y, c, s, TEXT: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        TEXT, "=r,r,r,r,r", [x, y, c, s], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
