@@ -49,6 +49,7 @@ from quantload.runtime.kernels.dependent_launch import (
     SUM,
     launches_early,
     let_next_start,
+    processors,
     wait_for_previous,
 )
 
@@ -211,9 +212,9 @@ def _rule(batch: int, kv_heads: int, length: int, device: torch.device) -> Mappi
     """Return settings that were fast on an H200: many programs for few heads, else whole heads."""
     pairs, most = batch * kv_heads, max(1, length // 64)
     if pairs < 64:
-        splits = min(_power_of_two(2 * _processors(device) // pairs), _power_of_two(most), 32)
+        splits = min(_power_of_two(2 * processors(device) // pairs), _power_of_two(most), 32)
         return {"splits": splits, "block": 64, "warps": 2, "stages": 3}
-    splits = min(_power_of_two(_processors(device) // pairs), _power_of_two(most))
+    splits = min(_power_of_two(processors(device) // pairs), _power_of_two(most))
     return {"splits": splits, "block": 128, "warps": 4, "stages": 3}
 
 
@@ -238,13 +239,6 @@ def _shared_memory(device: torch.device) -> int:
 def _power_of_two(number: int) -> int:
     """Return the largest power of two up to a number, at least 1."""
     return 1 << (max(number, 1).bit_length() - 1)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @torch.library.custom_op(

@@ -46,7 +46,9 @@ def launches_early(device: torch.device) -> bool:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return how many programs of a large kernel run at once."""
+    """Return the number of a card's processors, 1 for the interpreter."""
+    if device.type != "cuda":
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quantload.runtime.kernels import nibble_stream, rounded_stream
 from quantload.runtime.kernels.add_norm import Codes, NormWeight
-from quantload.runtime.kernels.dependent_launch import launches_early
+from quantload.runtime.kernels.dependent_launch import launches_early, processors
 from quantload.runtime.kernels.nibble_weight import NibbleWeight
 from quantload.runtime.kernels.rounded_weight import PackedRounded
 from quantload.runtime.launch_settings import find
@@ -141,7 +141,7 @@ def gated_product(
             sums.
     """
     values, _, _, found = _run(weight, x, bias, glu=True, peaks=peaks)
-    return Waiting(values, *((found, None) if peaks else (None, found)))
+    return Waiting(values, found if peaks else None, None if peaks else found)
 
 
 def added_product(
@@ -170,8 +170,8 @@ def added_product(
     stream, scaled, squares, found = _run(
         weight, x, bias, hidden=hidden, norm=norm, peaks=peaks, ahead=ahead
     )
-    parts = (found, None) if peaks else (None, found)
-    return Waiting(scaled, *parts, stream, squares, norm.eps)
+    told = found if peaks else None, None if peaks else found
+    return Waiting(scaled, told[0], told[1], stream, squares, norm.eps)
 
 
 def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False, ahead=None):
@@ -306,7 +306,7 @@ class _Shape:
 def _shape(bytes_of, rows: int, blocks: int, device: torch.device, settings: list[int]) -> _Shape:
     tiles, slots, warps, beside, each, late, least, registers = settings
     units = rows // (16 * tiles)
-    programs = min(units, _processors(device) * each)
+    programs = min(units, processors(device) * each)
     most = -(-units // programs)
     size = max(_needed(bytes_of, blocks, most, tiles, slots, warps, beside), least * 1024)
     early = launches_early(device)
@@ -338,7 +338,7 @@ def _settings(
 ) -> list[int]:
     """Look settings up, within an operator: what is compiled does not see the table."""
     found = find(family(glu=glu, nibbles=nibbles), device, m=1, n=rows, k=features)
-    found = found or rule(rows, features, _processors(device), glu=glu, nibbles=nibbles)
+    found = found or rule(rows, features, processors(device), glu=glu, nibbles=nibbles)
     return [({"kb": 0, "regs": 0} | dict(found))[name] for name in _SETTINGS]
 
 
@@ -391,10 +391,3 @@ def candidates(
                 for late in (0, 1):
                     made = (tiles, slots, warps, beside, each, late, 0, 0)
                     yield dict(zip(_SETTINGS, made, strict=True))
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

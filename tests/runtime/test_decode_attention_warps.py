@@ -41,7 +41,8 @@ class Case:
         machine.run(
             kernel, pairs * splits + 3, q, k, v, cos, sin, keys, values, places, locks, out, part,
             stats, peaks, sums, stride, stride, stride, self.kv * self.length * D,
-            self.length * D, D, pairs, self.kv, 0.09, G=self.group, SPLITS=splits, EARLY=False, num_warps=warps,
+            self.length * D, D, pairs, self.kv, 0.09,
+            G=self.group, SPLITS=splits, EARLY=False, num_warps=warps,
         )  # fmt: skip
         assert not machine.get(locks, pairs).any(), "a lock is left over"
         kept = (machine.get(x, self.keys.numel()).reshape(self.keys.shape) for x in (keys, values))

@@ -42,7 +42,12 @@ class Case:
         from quantload.runtime.kernels.nibble_stream import shared_bytes
 
         kernel, machine = simt_shared.load(
-            "nibble_stream", "nibble_stream", "warp_streams", "stream_epilogues", late=late
+            "nibble_stream",
+            "nibble_stream",
+            "warp_streams",
+            "stream_epilogues",
+            "nibble_fragments",
+            late=late,
         )
         raw = self.scales.view(torch.int16).reshape(self.n, -1, 2).transpose(0, 1).contiguous()
         words = pack_nibbles(self.codes, columns=64, fill=8)
