@@ -125,6 +125,8 @@ class TestOnTheCard:
         found = product(card.weight, card.x, card.bias)
         close(found[0], card.product())
         assert torch.equal(found, product(card.weight, card.x, card.bias))
+        itself = product(card.weight, replace(card.x, sums=None), card.bias)
+        close(itself, found.double(), 2e-3)
 
     def test_gated(self, n, k, nibble, kernel_device):
         from quantload.runtime.kernels.one_token import gated_product
@@ -148,6 +150,12 @@ class TestOnTheCard:
         close(found.values[0], found.hidden[0].double() * norm.weight.double())
         close(found.squares, found.hidden.double().reshape(-1, 16).square().sum(1), 1e-6)
         assert torch.equal(found.peaks, found.values.float().abs().reshape(-1, 16).amax(1))
+        told = added_product(
+            card.weight, card.x, card.bias, card.hidden, norm, peaks=False, ahead=card.weight
+        )
+        assert told.peaks is None
+        assert torch.equal(told.values, found.values)
+        close(told.sums, found.values.double().reshape(-1, 16).sum(1), 1e-5)
 
 
 @pytest.mark.gpu
