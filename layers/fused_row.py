@@ -120,7 +120,6 @@ class SingleRow:
             hidden,
             layer.before_mlp,
             peaks=both.makes_codes,
-            ahead=both.weight,
         )
         assert stream.hidden is not None, "just added to"
         x = gated_product(both.weight, stream, both.bias, peaks=down.makes_codes)

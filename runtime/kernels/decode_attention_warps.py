@@ -16,7 +16,8 @@ keys and values, and the rotary tables, are asked for before the kernel ahead ha
 [warp, g, q, e]: element e of lane 4 g + q.
 
 Serves: D = R = 128 in halves, bfloat16, up to 8 query heads a key head; no norm, window, bound,
-sink or codes. Grid: B * KV * SPLITS programs. Masked: keys past the length. Limit: latency.
+sink or codes. Grid: B * KV * SPLITS programs, one for each processor at least. Masked: keys past
+the length. Limit: latency.
 
 Letters: B rows, KV key heads, G query heads that share one, D head size, R rotary columns,
 L length.

@@ -41,7 +41,6 @@ from quantload.runtime.kernels.warp_streams import (
     commit,
     copy_16,
     copy_tile,
-    fetch,
     floats_at,
     load_16,
     rows_at,
@@ -60,7 +59,6 @@ __all__ = ["nibble_stream", "shared_bytes"]
 
 TILE_BYTES = gl.constexpr(2048)  # of 16 rows of a block
 TILE_SCALES = gl.constexpr(64)
-FETCHED = gl.constexpr(16384)  # bytes of a piece of what the next product reads
 
 
 def shared_bytes(
@@ -159,10 +157,10 @@ def _keep_inputs(
             store_two(excess + block * 8, sums[0] + more[0], sums[4] + more[4], first & inside)
 
 
-@gluon.jit(do_not_specialize=["blocks", "units", "ahead_pieces"])
+@gluon.jit(do_not_specialize=["blocks", "units"])
 def nibble_stream(  # noqa: C901 - what is not there is compiled out
     x, sums_in, words, scale, bias, out, squares_in, hidden, weight, scaled, squares, of_16,
-    ahead, ahead_pieces, N, blocks, units, half_rows, norm_width, eps,
+    N, blocks, units, half_rows, norm_width, eps,
     UNITS: gl.constexpr, J: gl.constexpr, JX: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
     WK: gl.constexpr, GLU: gl.constexpr, RESIDUAL: gl.constexpr, OFFSET: gl.constexpr,
     NORMED: gl.constexpr, PEAKS: gl.constexpr, TILES_IN: gl.constexpr, EVEN: gl.constexpr,
@@ -174,8 +172,6 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     int32 (two bfloat16), bias [N] or None; with NORMED squares_in [norm_width / 16] float32; with
     RESIDUAL hidden and weight [N], out is the new stream, scaled [N] that times the weight, squares
     [N / 16]. of_16 [N / 16] float32, or of N / 2 with GLU: largest magnitudes with PEAKS, or sums.
-    ahead, or None, is fetched into L2 before the wait, ahead_pieces times 16 KB, at most one a
-    thread.
     blocks is K / 256, units are groups of R tiles, at most UNITS of them a program's, J =
     ceil(blocks / WK), JX = ceil(blocks / warps). S slots; EVEN: WK divides blocks; LATE: the next
     kernel starts behind the loop; EARLY: launched before the one ahead has ended; SIZE KB of shared
@@ -219,10 +215,6 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     for u in gl.static_range(S):
         _ask(u, u, items, first_unit, blocks, N, half_rows, place, wk, wn, lane, ring,
              J, R, WK, WN, GLU)  # fmt: skip
-    if ahead is not None:
-        piece = pid + thread * programs
-        source = ahead.to(gl.int64) + piece.to(gl.int64) * FETCHED
-        fetch(source, thread * 0 + FETCHED, (piece < ahead_pieces).to(gl.int32))
     weights = ()
     if RESIDUAL:
         weights = of_rows(weight, first_unit * ROWS, mine * ROWS, thread, STEPS, T)

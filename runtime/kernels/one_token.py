@@ -42,13 +42,12 @@ __all__ = [
     "why_not",
 ]
 
-_SETTINGS = ("tiles", "slots", "warps", "beside", "each", "late", "kb", "regs")
+_SETTINGS = ("tiles", "slots", "warps", "beside", "each", "late", "kb")
 _BESIDE = 111 << 10  # bytes of shared memory of a small product's program
 _LARGE = 122 << 10  # of a program beside which one of those fits
 _ALONE = 118  # KB, of which two do not fit a processor
 _MOST = 227 << 10
 _WARPS = 8
-_FETCHED = slice(3, 9)  # blocks of a large product
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,6 @@ def added_product(
     norm: NormWeight,
     *,
     peaks: bool,
-    ahead: Packed | None = None,
 ) -> Waiting:
     """Return hidden + W x + bias, for the product behind a norm of it.
 
@@ -164,17 +162,13 @@ def added_product(
         norm: What the next product's input is normed with.
         peaks: The next product makes codes and is told the largest magnitudes; else it is told
             sums.
-        ahead: What the next product multiplies with: parts of it are fetched into L2, if it is the
-            larger one.
     """
-    stream, scaled, squares, found = _run(
-        weight, x, bias, hidden=hidden, norm=norm, peaks=peaks, ahead=ahead
-    )
+    stream, scaled, squares, found = _run(weight, x, bias, hidden=hidden, norm=norm, peaks=peaks)
     told = found if peaks else None, None if peaks else found
     return Waiting(scaled, told[0], told[1], stream, squares, norm.eps)
 
 
-def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False, ahead=None):
+def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False):
     waits = x if isinstance(x, Waiting) else Waiting(x) if isinstance(x, Tensor) else None
     rest = (
         bias, hidden, None if norm is None else norm.weight, norm is not None and norm.offset,
@@ -183,19 +177,13 @@ def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False, ahe
     if isinstance(weight, NibbleWeight):
         assert waits is not None, "nibbles take values"
         given = waits.values, waits.sums, waits.squares, waits.eps
-        return _nibbles(*given, weight.words, weight.scale, *rest, _fetched(ahead))
+        return _nibbles(*given, weight.words, weight.scale, *rest)
     if waits is None:
         return _codes(x.codes, x.scales, None, None, 0.0, weight.codes, weight.scale, *rest)
     assert waits.peaks is not None, "codes are made of values with peaks"
     return _codes(
         waits.values, None, waits.peaks, waits.squares, waits.eps, weight.codes, weight.scale, *rest
     )
-
-
-def _fetched(ahead: Packed | None) -> Tensor | None:
-    """Return the blocks that a product has not asked for before its wait."""
-    fetched = ahead.words[_FETCHED] if isinstance(ahead, NibbleWeight) else None
-    return fetched if fetched is not None and fetched.numel() else None
 
 
 def _results(
@@ -213,7 +201,7 @@ def _results(
 def _nibbles(
     x: Tensor, sums_in: Tensor | None, squares_in: Tensor | None, eps: float, words: Tensor,
     scale: Tensor, bias: Tensor | None, hidden: Tensor | None, norm: Tensor | None, offset: bool,
-    glu: bool, peaks: bool, ahead: Tensor | None,
+    glu: bool, peaks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     blocks, rows, _ = words.shape
     results = _results(words, rows, stream=hidden is not None, glu=glu)
@@ -224,8 +212,7 @@ def _nibbles(
         made = nibble_stream.nibble_stream[(shape.programs,)](
             x, sums_in, words, scale, bias, out, out if squares_in is None else squares_in,
             out if hidden is None else hidden, out if norm is None else norm, scaled, squares,
-            found, ahead, 0 if ahead is None else ahead.nbytes >> 14,
-            rows, blocks, shape.units, rows // 2, x.shape[1], eps,
+            found, rows, blocks, shape.units, rows // 2, x.shape[1], eps,
             GLU=glu, RESIDUAL=hidden is not None, OFFSET=offset, NORMED=squares_in is not None,
             PEAKS=peaks,
             TILES_IN=_tiles(squares_in), **shape.constants,
@@ -304,7 +291,7 @@ class _Shape:
 
 
 def _shape(bytes_of, rows: int, blocks: int, device: torch.device, settings: list[int]) -> _Shape:
-    tiles, slots, warps, beside, each, late, least, registers = settings
+    tiles, slots, warps, beside, each, late, least = settings
     units = rows // (16 * tiles)
     programs = min(units, processors(device) * each)
     most = -(-units // programs)
@@ -315,7 +302,6 @@ def _shape(bytes_of, rows: int, blocks: int, device: torch.device, settings: lis
         "S": slots, "WK": beside,
         "EVEN": blocks % beside == 0, "LATE": bool(late), "EARLY": early, "SIZE": size // 1024,
         "num_warps": warps, **({"launch_pdl": True} if early else {}),
-        **({"maxnreg": registers} if registers else {}),
     }  # fmt: skip
     return _Shape(programs, units, size, constants)
 
@@ -339,7 +325,7 @@ def _settings(
     """Look settings up, within an operator: what is compiled does not see the table."""
     found = find(family(glu=glu, nibbles=nibbles), device, m=1, n=rows, k=features)
     found = found or rule(rows, features, processors(device), glu=glu, nibbles=nibbles)
-    return [({"kb": 0, "regs": 0} | dict(found))[name] for name in _SETTINGS]
+    return [({"kb": 0} | dict(found))[name] for name in _SETTINGS]
 
 
 @functools.cache
@@ -363,7 +349,7 @@ def rule(
     slots = min(4, -(-units // apart) * -(-blocks // beside))
     while slots > 1 and _needed(bytes_of, blocks, units, tiles, slots, _WARPS, beside) > room:
         slots -= 1
-    made = (tiles, slots, _WARPS, beside, 1, 0, _ALONE if large else 0, 0)
+    made = (tiles, slots, _WARPS, beside, 1, 0, _ALONE if large else 0)
     return dict(zip(_SETTINGS, made, strict=True))
 
 
@@ -389,5 +375,5 @@ def candidates(
             size = _needed(bytes_of, blocks, units, tiles, slots, warps, beside)
             if (size + 1024) * each <= _MOST + 1024:
                 for late in (0, 1):
-                    made = (tiles, slots, warps, beside, each, late, 0, 0)
+                    made = (tiles, slots, warps, beside, each, late, 0)
                     yield dict(zip(_SETTINGS, made, strict=True))

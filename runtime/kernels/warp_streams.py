@@ -25,7 +25,6 @@ __all__ = [
     "copy_16",
     "copy_rows",
     "copy_tile",
-    "fetch",
     "float_at",
     "floats_at",
     "highest",
@@ -67,7 +66,6 @@ COPY_ROWS = gl.constexpr(
     "@p cp.async.cg.shared.global [$1 + 1024], [a], 16; add.s64 a, a, $3; "
     "@p cp.async.cg.shared.global [$1 + 1536], [a], 16; }"
 )
-FETCH = gl.constexpr(_IF + "$3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; }")
 LOAD_16 = gl.constexpr("{ ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }")
 STORE_16 = gl.constexpr(
     "{ .reg .pred p; mov.b32 $0, 0; setp.ne.b32 p, $6, 0; "
@@ -140,14 +138,6 @@ def copy_rows(to, source, four_rows, wanted):
         COPY_ROWS, "=r,r,l,l,r", [to, source, four_rows, wanted],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def fetch(source, size, wanted):
-    """Ask for bytes, a multiple of 16, to be in L2 when somebody asks for them."""
-    gl.inline_asm_elementwise(
-        FETCH, "=r,l,r,r", [source, size, wanted], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit

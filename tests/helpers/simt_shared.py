@@ -109,11 +109,6 @@ class Assembly(simt.Assembly):
         value = plain(self._value(source)).expand(self.threads).reshape(-1, 32)
         self._put(to, value[:, torch.arange(32) ^ int(offset)].flatten())
 
-    def _fetched(self, text, addresses, condition):
-        size = self._value(text.split(", ")[-1]).expand(self.threads)[condition]
-        at = addresses[0][condition]
-        assert bool((at % 16 == 0).all() and (size % 16 == 0).all() and (at >= simt.START).all())
-
     def _rows(self, text, addresses, condition):
         size = int(text.split(", ")[-1])
         pairs = zip(addresses[0][condition].tolist(), addresses[1][condition].tolist(), strict=True)
@@ -135,7 +130,6 @@ class Assembly(simt.Assembly):
         "ld.shared": _read,
         "st.shared": _write,
         "shfl.sync": _other_lane,
-        "cp.async.bulk.prefetch": _fetched,
         "cp.async.cg": _rows,
         "cp.async.commit_group": _commit,
         "cp.async.wait_group": _wait_group,

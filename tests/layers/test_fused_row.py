@@ -62,7 +62,7 @@ class Dense:
         assert not peaks
         return Waiting(nn.functional.silu(gate) * up)
 
-    def added_product(self, weight, x, bias, hidden, norm, *, peaks, ahead=None):
+    def added_product(self, weight, x, bias, hidden, norm, *, peaks):
         from quantload.runtime.kernels.one_token import Waiting
 
         stream = hidden + self._product(weight, x, bias)

@@ -58,6 +58,8 @@ class Case:
         assert torch.equal(peaks, high)
         for b, place in enumerate(self.places):
             q, k, v = self.qkv[b].split([self.heads * D, self.kv * D, self.kv * D])
+            own = turned(k.reshape(-1, D), self.cos[place], self.sin[place])  # each step rounds
+            assert torch.equal(keys[b, :, place], own)
             cos, sin = self.cos[place].double(), self.sin[place].double()
             q, k = (
                 turned(q.double().reshape(-1, D), cos, sin),

@@ -75,7 +75,7 @@ class Case:
         bias = machine.put(self.bias) if bias else None
         machine.run(
             kernel, -(-all_units // units), x, sums, words, scale, bias, out, squares_in, hidden,
-            weight, scaled, squares, peaks, x if told else None, told and 1,
+            weight, scaled, squares, peaks,
             self.n, self.blocks, all_units, self.n // 2, self.k, 1e-5,
             UNITS=units, J=-(-self.blocks // beside), JX=-(-self.blocks // warps),
             R=tiles, S=slots, WK=beside,

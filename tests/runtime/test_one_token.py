@@ -150,9 +150,7 @@ class TestOnTheCard:
         close(found.values[0], found.hidden[0].double() * norm.weight.double())
         close(found.squares, found.hidden.double().reshape(-1, 16).square().sum(1), 1e-6)
         assert torch.equal(found.peaks, found.values.float().abs().reshape(-1, 16).amax(1))
-        told = added_product(
-            card.weight, card.x, card.bias, card.hidden, norm, peaks=False, ahead=card.weight
-        )
+        told = added_product(card.weight, card.x, card.bias, card.hidden, norm, peaks=False)
         assert told.peaks is None
         assert torch.equal(told.values, found.values)
         close(told.sums, found.values.double().reshape(-1, 16).sum(1), 1e-5)

@@ -33,7 +33,7 @@ with pretended_card(90) as compiled:
     for weight, peaks in ((nibbles, False), (codes, True)):
         x = one_token.Waiting(zeros(1, k), floats(k // 16), floats(k // 16))
         x = one_token.added_product(
-            weight, x, None, zeros(1, n), norm, peaks=peaks, ahead=nibbles
+            weight, x, None, zeros(1, n), norm, peaks=peaks
         )
         one_token.gated_product(weight, x, None, peaks=peaks)
     rule = HeadRule(heads=8, kv_heads=2, width=128, scale=0.1)
