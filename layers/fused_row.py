@@ -136,13 +136,16 @@ class SingleRow:
 
     def _attended(self, row: _Row, qkv: Tensor, positions: Tensor, kept: KeptHeads) -> Any:  # noqa: ANN401 - values, or codes, or what waits
         from quantload.runtime.kernels.add_norm import Codes
-        from quantload.runtime.kernels.decode_attention import decode_attention, writes_peaks
+        from quantload.runtime.kernels.decode_attention import decode_attention, writes_parts
         from quantload.runtime.kernels.one_token import Waiting
 
         q, k, v = torch.split(qkv, list(row.layer.projection.sizes), dim=-1)
-        rule, cache, peaks = row.layer.rule, (kept.keys, kept.values), None
-        if row.output.makes_codes and writes_peaks(q, rule, kept.rotary, cache):
-            peaks = torch.empty(rule.kv_heads, dtype=torch.float32, device=q.device)
+        rule, cache, peaks, sums = row.layer.rule, (kept.keys, kept.values), None, None
+        if writes_parts(q, rule, kept.rotary, cache):
+            if row.output.makes_codes:
+                peaks = torch.empty(rule.kv_heads, dtype=torch.float32, device=q.device)
+            else:
+                sums = torch.empty(q.shape[1] // 16, dtype=torch.float32, device=q.device)
         attended = decode_attention(
             q,
             k,
@@ -154,10 +157,11 @@ class SingleRow:
             locks=kept.locks,
             scales=kept.scales,
             peaks=peaks,
+            sums=sums,
         )
         if row.output.makes_codes and peaks is None:
             return Codes(*row.output.gemm.round_input(attended))
-        return Waiting(attended, peaks)
+        return Waiting(attended, peaks, sums)
 
 
 def _scheme(product: _Product) -> InputScheme | None:
@@ -307,7 +311,8 @@ def _waiting(x: Tensor, layer: FusedLayer) -> Waiting:
     values = (x.float() * weight).to(x.dtype)
     peaks = values.float().abs().reshape(-1, 16).amax(1)
     squares = x.float().reshape(-1, 16).square().sum(1)
-    return Waiting(values, peaks, x, squares, norm.eps)
+    sums = values.float().reshape(-1, 16).sum(1)
+    return Waiting(values, peaks, sums, x, squares, norm.eps)
 
 
 __all__ = ["SingleRow", "proven_rows", "single_row"]

@@ -16,6 +16,9 @@ a batch axis and whole groups; here any leading axes and a partial last group ar
 
 NaN and infinity are not looked for, since that would wait for the device: they make their whole
 token or group NaN.
+
+To `torch.compile` a rounding is one operation: a compiler that keeps what is between two steps in
+float32 finds other scales, and other codes, than the format's own steps in the input's dtype do.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import torch
 from torch import Tensor
 
 from quantload.errors import ConfigError
-from quantload.quant.grid import Grid
+from quantload.quant.grid import Grid, grid_named
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.rtn import as_blocks, round_to_nearest, scaled_blocks
 from quantload.quant.scales import BlockScales, block_scales, global_scale, minmax_scale
@@ -60,6 +63,10 @@ def fake_quantize(x: Tensor, scheme: InputScheme, *, outer: Tensor | None = None
         raise ConfigError("inputs with e4m3 scales take a global scale from the checkpoint")
     if x.numel() == 0:
         return x
+    if torch.compiler.is_compiling():
+        size = scheme.group_size or 0
+        named = (scheme.grid.name, scheme.granularity, size, scheme.symmetric, scheme.scale)
+        return _one_operation(x.detach(), outer, *named)  # type: ignore[no-any-return]
     tokens = x.detach().reshape(-1, x.shape[-1])
     n_tokens, n_features = tokens.shape
     weight_scheme = _as_weight_scheme(scheme)
@@ -67,6 +74,31 @@ def fake_quantize(x: Tensor, scheme: InputScheme, *, outer: Tensor | None = None
     scales = block_scales(blocks, weight_scheme, shared=None, outer=outer)
     values = _on_grid(blocks, scales, scheme.grid)
     return values[:, :n_features].reshape(x.shape).to(x.dtype)
+
+
+@torch.library.custom_op("quantload::fake_quantize", mutates_args=())
+def _one_operation(
+    x: Tensor,
+    outer: Tensor | None,
+    grid: str,
+    granularity: str,
+    group_size: int,
+    symmetric: bool,
+    scale: str,
+) -> Tensor:
+    scheme = InputScheme(
+        grid=grid_named(grid),
+        granularity=granularity,  # type: ignore[arg-type]
+        group_size=group_size or None,
+        symmetric=symmetric,
+        scale=scale,  # type: ignore[arg-type]
+    )
+    return fake_quantize(x, scheme, outer=outer).contiguous()
+
+
+@_one_operation.register_fake
+def _(x: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def fake_quantize_columns(
@@ -138,6 +170,8 @@ def fake_quantize_static(x: Tensor, grid: Grid, scale: Tensor, zero: Tensor | No
     Returns:
         [..., K] in the dtype of x.
     """
+    if torch.compiler.is_compiling():
+        return _one_static_operation(x.detach(), scale, zero, grid.name)  # type: ignore[no-any-return]
     scaled = x.detach() / scale
     if zero is not None:
         scaled = scaled + zero.to(scaled.dtype)
@@ -145,6 +179,16 @@ def fake_quantize_static(x: Tensor, grid: Grid, scale: Tensor, zero: Tensor | No
     if zero is not None:
         values -= zero.to(values.dtype)
     return (values * scale).to(x.dtype)
+
+
+@torch.library.custom_op("quantload::fake_quantize_static", mutates_args=())
+def _one_static_operation(x: Tensor, scale: Tensor, zero: Tensor | None, grid: str) -> Tensor:
+    return fake_quantize_static(x, grid_named(grid), scale, zero).contiguous()
+
+
+@_one_static_operation.register_fake
+def _(x: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def constant_input_scale(
@@ -221,6 +265,8 @@ def token_codes(
     assert scheme.symmetric, "per-token codes come without zero points"
     if not len(x):  # nothing to reduce, and nothing to tell other processes
         return torch.empty_like(x, dtype=scheme.grid.storage), x.new_ones(0, 1)
+    if exchange_max is None and torch.compiler.is_compiling():
+        return _token_codes_operation(x.detach(), scheme.grid.name)  # type: ignore[no-any-return]
     if exchange_max is None:
         quantized = round_to_nearest(x, _as_weight_scheme(scheme))
         return quantized.codes, quantized.scale
@@ -229,6 +275,19 @@ def token_codes(
     blocks = as_blocks(x.detach(), (1, x.shape[1]))
     codes = scheme.grid.round(scaled_blocks(blocks, scale, None, scheme.grid))
     return codes.flatten(2).flatten(0, 1), scale
+
+
+@torch.library.custom_op("quantload::token_codes", mutates_args=())
+def _token_codes_operation(x: Tensor, grid: str) -> tuple[Tensor, Tensor]:
+    return token_codes(x, InputScheme(grid=grid_named(grid), granularity="token"))
+
+
+@_token_codes_operation.register_fake
+def _(x: Tensor, grid: str) -> tuple[Tensor, Tensor]:
+    codes = torch.empty_like(
+        x, dtype=grid_named(grid).storage, memory_format=torch.contiguous_format
+    )
+    return codes, x.new_empty(len(x), 1)
 
 
 def _as_weight_scheme(scheme: InputScheme) -> WeightScheme:

@@ -64,7 +64,7 @@ class Grid:
         """Return the value of every code, in a new tensor of `dtype`; shape kept."""
         if self.table is None:
             return codes.to(dtype)
-        table = torch.tensor(self.table, dtype=dtype, device=codes.device)
+        table = _on_device(self.table, dtype, codes.device)
         return table.index_select(0, codes.reshape(-1).to(torch.int32)).reshape(codes.shape)
 
     def nearest(self, scaled: Tensor) -> Tensor:
@@ -121,6 +121,13 @@ class Grid:
         return codes.reshape(values.shape).bitwise_or_(signs)
 
 
+def _on_device(table: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a table as a tensor, without a copy from the host: CUDA graphs allow none."""
+    if device.type == "cpu":
+        return torch.tensor(table, dtype=dtype)
+    return torch.cat([torch.full((1,), value, dtype=dtype, device=device) for value in table])
+
+
 @cache
 def _places(grid: Grid, device: torch.device) -> tuple[Tensor, float]:
     """The code of each multiple of a narrow float's smallest step, and how many steps make 1."""
@@ -149,6 +156,16 @@ def table_grid(name: str, table: tuple[float, ...]) -> Grid:
     """A grid given by the values of its codes, for example nf4."""
     bits = (len(table) - 1).bit_length()
     return Grid(name, bits, min(table), max(table), torch.uint8, table)
+
+
+def grid_named(name: str) -> Grid:
+    """Return the grid with a name of this module's list; tables have names of their own."""
+    for grid in (E4M3, E5M2, E2M1, E2M3, E3M2):
+        if name == grid.name:
+            return grid
+    kind = name.rstrip("0123456789")
+    bits = int(name.removeprefix(kind))
+    return int_grid(bits) if kind == "int" else uint_grid(bits)
 
 
 E4M3 = Grid("e4m3", 8, -448.0, 448.0, torch.float8_e4m3fn)

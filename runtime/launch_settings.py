@@ -51,6 +51,7 @@ __all__ = [
 
 Settings = Mapping[str, int]
 _ByTokens = dict[str, dict[str, dict[int, Any]]]  # kernel -> NxK -> tokens -> settings or us
+_Entries = tuple[tuple[int, tuple[tuple[str, int], ...]], ...]
 _AT_ONCE = 8  # tokens: a product of fewer is as large
 
 
@@ -137,7 +138,9 @@ def find(kernel: str, device: torch.device, *, m: int, n: int, k: int) -> Settin
             return _trial.settings
     if device.type != "cuda":
         return None
-    return _find(kernel, _card(device), m, n, k)
+    if torch.compiler.is_compiling():
+        return _first(_measured_for_compiler(device.index, kernel, n, k), m)
+    return _find(kernel, _card(device.index), m, n, k)
 
 
 @dataclass
@@ -186,13 +189,13 @@ def measured_us(kernel: str, device: torch.device, *, m: int, n: int, k: int) ->
     """
     if device.type != "cuda":
         return None
-    us = _table(_card(device)).us.get(kernel, {}).get(f"{n}x{k}", {}).get(m)
+    us = _table(_card(device.index)).us.get(kernel, {}).get(f"{n}x{k}", {}).get(m)
     return None if us is None else float(us)
 
 
 def card_limits(device: torch.device) -> CardLimits | None:
     """Return what the card of `device` reaches; None if it was not measured."""
-    return _table(_card(device)).limits if device.type == "cuda" else None
+    return _table(_card(device.index)).limits if device.type == "cuda" else None
 
 
 def user_table(card: str) -> Path:
@@ -314,11 +317,26 @@ def _damaged(where: str, message: str) -> ConfigError:
 
 @functools.lru_cache(maxsize=4096)
 def _find(kernel: str, card: str, m: int, n: int, k: int) -> Settings | None:
+    return _first(_measured(card, kernel, n, k), m)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _measured_for_compiler(index: int | None, kernel: str, n: int, k: int) -> _Entries:
+    """The entries for a card: a compiler warns of cached functions, and reads no files."""
+    return _measured(_card(index), kernel, n, k)
+
+
+def _measured(card: str, kernel: str, n: int, k: int) -> _Entries:
+    """(tokens, settings) of a shape, in order of tokens."""
     measured = _table(card).kernels.get(kernel, {}).get(f"{n}x{k}", {})
-    bucket = min((tokens for tokens in measured if tokens >= m), default=None)
-    if bucket is None or bucket > max(2 * m, _AT_ONCE):
-        return None
-    return dict(measured[bucket])
+    return tuple((tokens, tuple(measured[tokens].items())) for tokens in sorted(measured))
+
+
+def _first(entries: _Entries, m: int) -> Settings | None:
+    for tokens, settings in entries:
+        if m <= tokens:
+            return dict(settings) if tokens <= max(2 * m, _AT_ONCE) else None
+    return None
 
 
 @functools.cache
@@ -334,8 +352,7 @@ def _table(card: str) -> Table:
     return table
 
 
-def _card(device: torch.device) -> str:
-    index: int | None = device.index
+def _card(index: int | None) -> str:
     return _card_of(torch.cuda.current_device() if index is None else index)
 
 

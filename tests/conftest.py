@@ -21,3 +21,12 @@ def seeds():
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Where there is a card, what else runs in Triton's interpreter is one of the tests for it."""
+    if torch.cuda.is_available():
+        for item in items:
+            if "kernel_device" in item.fixturenames:
+                item.add_marker(pytest.mark.gpu)

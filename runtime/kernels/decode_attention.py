@@ -49,10 +49,11 @@ from quantload.runtime.kernels.dependent_launch import (
     SUM,
     launches_early,
     let_next_start,
+    processors,
     wait_for_previous,
 )
 
-__all__ = ["HeadRule", "candidates", "decode_attention", "why_not", "writes_peaks"]
+__all__ = ["HeadRule", "candidates", "decode_attention", "why_not", "writes_parts"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
@@ -125,6 +126,7 @@ def decode_attention(
     scales: tuple[float, float] = (1.0, 1.0),
     settings: Mapping[str, int] | None = None,
     peaks: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """Write k and v of one token a row to the cache and return its attention.
 
@@ -143,12 +145,14 @@ def decode_attention(
             and warps for the kernel of `decode_attention_warps.py`, if it serves. None takes the
             kernel's rule.
         peaks: [B * KV] float32 to be written the largest magnitude of what each key head's queries
-            get; `writes_peaks` is true.
+            get; `writes_parts` is true.
+        sums: [B * H * D / 16] float32 to be written sums of each 16 results; likewise.
 
     Returns:
         [B, H * D].
     """
-    chosen = settings or _chosen(q, rule, rotary, cache, always=peaks is not None)
+    told = peaks is not None or sums is not None
+    chosen = settings or _chosen(q, rule, rotary, cache, always=told)
     norm = rule.q_norm or _NO_NORM
     out: Tensor = _attention(
         q, k, v, *rotary, *cache, positions, locks,
@@ -156,15 +160,15 @@ def decode_attention(
         None if rule.k_norm is None else rule.k_norm.weight, norm.eps, norm.late, norm.offset,
         rule.sinks, [rule.heads, rule.kv_heads, rule.width, rule.window],
         [rule.scale, rule.softcap, *scales], rule.interleaved,
-        [(_UNSAID | dict(chosen))[name] for name in _SETTINGS], peaks,
+        [(_UNSAID | dict(chosen))[name] for name in _SETTINGS], peaks, sums,
     )  # fmt: skip
     return out
 
 
-def writes_peaks(
+def writes_parts(
     q: Tensor, rule: HeadRule, rotary: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
 ) -> bool:
-    """True if `decode_attention` can be given `peaks`; arguments as there."""
+    """True if `decode_attention` can be given `peaks` or `sums`; arguments as there."""
     plain = rule.q_norm is None and rule.sinks is None and not rule.softcap
     return not INTERPRETED and warps_kernel.serves(
         [rule.heads, rule.kv_heads, rule.width, rule.window],
@@ -182,7 +186,7 @@ def _chosen(
 ) -> Mapping[str, int]:
     """Return the rule's settings of the kernel that is faster, or `always` of that of warps."""
     pairs, length = len(q) * rule.kv_heads, cache[0].shape[2]
-    if (always or pairs <= _FEW) and writes_peaks(q, rule, rotary, cache):
+    if (always or pairs <= _FEW) and writes_parts(q, rule, rotary, cache):
         return warps_kernel.settings_for(pairs, length)
     return _fitted(
         _rule(len(q), rule.kv_heads, length, q.device),
@@ -208,9 +212,9 @@ def _rule(batch: int, kv_heads: int, length: int, device: torch.device) -> Mappi
     """Return settings that were fast on an H200: many programs for few heads, else whole heads."""
     pairs, most = batch * kv_heads, max(1, length // 64)
     if pairs < 64:
-        splits = min(_power_of_two(2 * _processors(device) // pairs), _power_of_two(most), 32)
+        splits = min(_power_of_two(2 * processors(device) // pairs), _power_of_two(most), 32)
         return {"splits": splits, "block": 64, "warps": 2, "stages": 3}
-    splits = min(_power_of_two(_processors(device) // pairs), _power_of_two(most))
+    splits = min(_power_of_two(processors(device) // pairs), _power_of_two(most))
     return {"splits": splits, "block": 128, "warps": 4, "stages": 3}
 
 
@@ -237,22 +241,15 @@ def _power_of_two(number: int) -> int:
     return 1 << (max(number, 1).bit_length() - 1)
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @torch.library.custom_op(
-    "quantload::decode_attention", mutates_args=("keys", "values", "locks", "peaks")
+    "quantload::decode_attention", mutates_args=("keys", "values", "locks", "peaks", "sums")
 )
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
     positions: Tensor, locks: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
     eps: float, late: bool, offset: bool, sinks: Tensor | None,
     sizes: list[int], factors: list[float], interleaved: bool, settings: list[int],
-    peaks: Tensor | None,
+    peaks: Tensor | None, sums: Tensor | None,
 ) -> Tensor:  # fmt: skip
     heads, kv_heads, width, window = sizes
     splits, block, warps, stages, least = settings
@@ -266,11 +263,11 @@ def _attention(
     if not block:
         with torch.cuda.device_of(q):
             warps_kernel.launch(
-                q, k, v, cos, sin, keys, values, positions, locks, out, peaks,
+                q, k, v, cos, sin, keys, values, positions, locks, out, peaks, sums,
                 group=group, scale=factors[0], splits=splits, warps=warps,
             )  # fmt: skip
         return out
-    assert peaks is None, "this kernel finds no peaks"
+    assert peaks is sums is None, "this kernel tells nothing of parts"
     part = torch.empty(pieces * group * (width + 2) * (splits > 1), device=q.device)
     early = launches_early(q.device)
     columns = max(triton.next_power_of_2(width), _ROWS)
@@ -296,7 +293,7 @@ def _attention(
 
 @_attention.register_fake
 def _(q, k, v, cos, sin, keys, values, positions, locks, *rest):
-    sizes = rest[-5]
+    sizes = rest[-6]
     return q.new_empty(len(q), sizes[0] * sizes[2])
 
 

@@ -10,12 +10,14 @@ keys at a time and needs 1,700:
     output   products of weights, in the registers that the first products left them in, and values:
              `prmt` puts a value of two keys into a register
 
-Every warp leaves a piece; the last program of a head adds them up, in their order, so the result is
-the same every time. The first keys and values, and the rotary tables, are asked for before the
-kernel ahead has ended. Tensors are [warp, g, q, e]: element e of lane 4 g + q.
+The warps of a program meet in shared memory, and the last program of a head adds up what all of
+them left, in their order, so the result is the same every time (`attention_pieces.py`). The first
+keys and values, and the rotary tables, are asked for before the kernel ahead has ended. Tensors are
+[warp, g, q, e]: element e of lane 4 g + q.
 
 Serves: D = R = 128 in halves, bfloat16, up to 8 query heads a key head; no norm, window, bound,
-sink or codes. Grid: B * KV * SPLITS programs. Masked: keys past the length. Limit: latency.
+sink or codes. Grid: B * KV * SPLITS programs, one for each processor at least. Masked: keys past
+the length. Limit: latency.
 
 Letters: B rows, KV key heads, G query heads that share one, D head size, R rotary columns,
 L length.
@@ -31,7 +33,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quantload.runtime.kernels.dependent_launch import launches_early
+from quantload.runtime.kernels.attention_pieces import add_up, added, larger, leave_piece
+from quantload.runtime.kernels.dependent_launch import launches_early, processors
 
 __all__ = ["attention_of_warps", "candidates", "launch", "serves", "settings_for"]
 
@@ -74,6 +77,9 @@ def _output() -> str:
     return " ".join([*lines, "}"])
 
 
+_TURN = "{ .reg .b32 a; .reg .b32 b; mul.rn.bf16x2 a, $1, $3; mul.rn.bf16x2 b, $2, $4; "
+TURN = gl.constexpr(_TURN + "add.rn.bf16x2 $0, a, b; }")
+TURN_BACK = gl.constexpr(_TURN + "sub.rn.bf16x2 $0, a, b; }")
 SCORES = gl.constexpr(_scores())
 SCORES_OPS = gl.constexpr(",".join(["=&f"] * 8 + ["r"] * 48))
 OUTPUT = gl.constexpr(_output())
@@ -81,30 +87,18 @@ OUTPUT_OPS = gl.constexpr(",".join(["=&f"] * 16 + ["r"] * 20 + ["f"] * 16))
 
 
 @gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b)
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
 def _turned(x, c, s):
     """Rotary of halves: two products and their sum, each rounded to bfloat16."""
-    y0 = _turn(x[0], x[2], c[0], s[0], -1.0)
-    y1 = _turn(x[1], x[3], c[1], s[1], -1.0)
-    y2 = _turn(x[2], x[0], c[2], s[2], 1.0)
-    y3 = _turn(x[3], x[1], c[3], s[3], 1.0)
+    y0, y1 = _turn(x[0], x[2], c[0], s[0], TURN_BACK), _turn(x[1], x[3], c[1], s[1], TURN_BACK)
+    y2, y3 = _turn(x[2], x[0], c[2], s[2], TURN), _turn(x[3], x[1], c[3], s[3], TURN)
     return y0, y1, y2, y3
 
 
 @gluon.jit
-def _turn(x, y, c, s, sign):
-    one = (x.to(gl.float32) * c.to(gl.float32)).to(gl.bfloat16).to(gl.float32)
-    two = (y.to(gl.float32) * sign * s.to(gl.float32)).to(gl.bfloat16).to(gl.float32)
-    return (one + two).to(gl.bfloat16)
+def _turn(x, y, c, s, TEXT: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        TEXT, "=r,r,r,r,r", [x, y, c, s], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
@@ -171,19 +165,20 @@ def _own_score(a, b):
     total = a[0].to(gl.float32) * b[0].to(gl.float32) + a[1].to(gl.float32) * b[1].to(gl.float32)
     total = total + a[2].to(gl.float32) * b[2].to(gl.float32)
     total = total + a[3].to(gl.float32) * b[3].to(gl.float32)
-    return gl.reduce(gl.reduce(total, 3, _sum), 2, _sum)
+    return gl.reduce(gl.reduce(total, 3, added), 2, added)
 
 
 @gluon.jit
 def attention_of_warps(
-    q, k, v, cos, sin, keys, values, positions, locks, out, part, stats, peaks,
-    q_stride, k_stride, v_stride, row_stride, head_stride, place_stride, kv_heads, scale,
+    q, k, v, cos, sin, keys, values, positions, locks, out, part, stats, peaks, sums,
+    q_stride, k_stride, v_stride, row_stride, head_stride, place_stride, pairs, kv_heads, scale,
     G: gl.constexpr, SPLITS: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Write out [B, KV * G * D] and the new keys and values; see `decode_attention`.
 
-    part is [B * KV, SPLITS * num_warps, G, D] float32, stats [B * KV, SPLITS * num_warps, G, 2].
-    peaks, if there, gets the largest magnitude of each head's part of `out`, [B * KV] float32.
+    part is [B * KV, SPLITS, G, D] float32, stats [B * KV, SPLITS, G, 2]. peaks, if there, gets the
+    largest magnitude of each key head's part of `out`, [B * KV] float32; sums, if there, those of
+    16 columns each, [B * KV * G * D / 16] float32.
     """
     NW: gl.constexpr = num_warps
     D: gl.constexpr = 128
@@ -192,7 +187,7 @@ def attention_of_warps(
     program = gl.program_id(0)
     if EARLY:
         gdc_launch_dependents()
-    split, pair = program % SPLITS, program // SPLITS
+    split, pair = program % SPLITS, gl.minimum(program // SPLITS, pairs - 1)
     b, h = pair // kv_heads, pair % kv_heads
     w2 = gl.expand_dims(gl.arange(0, NW, layout=gl.SliceLayout(1, L2)), 1)
     g2 = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, L2)), 0)
@@ -209,6 +204,7 @@ def attention_of_warps(
     size = (now + SPLITS * ROUND - 1) // (SPLITS * ROUND) * ROUND
     size = gl.maximum(size, ROUND)
     active = gl.maximum((now + size - 1) // size, 1)
+    split = gl.where(program < pairs * SPLITS, split, SPLITS)  # the others have no part
     low = split * size
     high = gl.minimum(low + size, now)
     head = b.to(gl.int64) * row_stride + h.to(gl.int64) * head_stride
@@ -251,11 +247,11 @@ def attention_of_warps(
             found = _scored(asked, k0, k1) * scale
             there = (e % 4 < 2) & (start + w * 16 + of_score < high)
             found = gl.where(there, found, float("-inf"))
-            higher = gl.maximum(m, gl.reduce(gl.reduce(found, 3, _larger), 2, _larger))
+            higher = gl.maximum(m, gl.reduce(gl.reduce(found, 3, larger), 2, larger))
             safe = gl.where(higher == float("-inf"), 0.0, higher)
             p = gl.exp(found - gl.expand_dims(gl.expand_dims(safe, 2), 3))
             shrink = gl.exp(m - safe)
-            total = total * shrink + gl.reduce(gl.reduce(p, 3, _sum), 2, _sum)
+            total = total * shrink + gl.reduce(gl.reduce(p, 3, added), 2, added)
             wide = gl.expand_dims(gl.expand_dims(shrink, 2), 3)
             weight = p.to(gl.bfloat16)
             a0, b0 = _weighted(weight, v0, a0 * wide, b0 * wide)
@@ -265,75 +261,20 @@ def attention_of_warps(
             k1 = _keys_of(k_place, key + 8 + ROUND, place_stride, high)
             v0, v1 = _values_of(v_place, value + ROUND, place_stride, high)
 
-        parts = pair * (SPLITS * NW)
-        mine = (parts + split * NW + w2) * G + g2
-        gl.store(stats + mine * 2, m, mask=g2 < G)
-        gl.store(stats + mine * 2 + 1, total, mask=g2 < G)
-        to = part + ((parts + split * NW + w) * G + g).to(gl.int64) * D + 16 * qq + e
-        gl.store(to, a0, mask=g < G)
-        gl.store(to + 8, b0, mask=g < G)
-        gl.store(to + 64, a1, mask=g < G)
-        gl.store(to + 72, b1, mask=g < G)
+        parts = pair * SPLITS
+        leave_piece(
+            m, total, a0, b0, a1, b1, part + (parts + split).to(gl.int64) * (G * D),
+            stats + (parts + split) * (2 * G), L2, G, NW,
+        )  # fmt: skip
         gl.thread_barrier()
         arrived = gl.atomic_add(locks + pair, 1, sem="acq_rel")
         if arrived == active - 1:
-            gl.thread_barrier()
             gl.store(locks + pair, 0)
-            _add_up(
+            add_up(
                 part + parts.to(gl.int64) * (G * D), stats + parts * (2 * G),
                 out + pair.to(gl.int64) * (G * D), None if peaks is None else peaks + pair,
-                active * NW, G, SPLITS * NW, NW,
+                None if sums is None else sums + pair * (G * D // 16), active, G, SPLITS, NW,
             )  # fmt: skip
-
-
-@gluon.jit
-def _add_up(part, stats, out, peak, count, G: gl.constexpr, MOST: gl.constexpr, NW: gl.constexpr):
-    """Add `count` pieces of a head up, in their order."""
-    D: gl.constexpr = 128
-    BESIDE: gl.constexpr = G if G < NW else NW
-    L3: gl.constexpr = gl.BlockedLayout([8, 1, 4], [1, 1, 32], [NW // BESIDE, BESIDE, 1], [2, 1, 0])
-    LP: gl.constexpr = gl.SliceLayout(2, L3)
-    STEP: gl.constexpr = 8 * (NW // BESIDE)
-    # the largest score and the sum of a head: a lane for each piece
-    LS: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [NW // BESIDE, BESIDE], [0, 1])
-    LEAST: gl.constexpr = 32 * (NW // BESIDE)
-    WIDE: gl.constexpr = MOST if MOST > LEAST else LEAST
-    gs = gl.expand_dims(gl.arange(0, G, layout=gl.SliceLayout(0, LS)), 0)
-    p = gl.expand_dims(gl.arange(0, WIDE, layout=gl.SliceLayout(1, LS)), 1)
-    at = stats + (p * G + gs) * 2
-    m = gl.load(at, mask=p < count, other=float("-inf"), cache_modifier=".cg")
-    sums = gl.load(at + 1, mask=p < count, other=0.0, cache_modifier=".cg")
-    top = gl.reduce(m, 0, _larger)
-    sums = gl.reduce(sums * gl.exp(m - gl.expand_dims(top, 0)), 0, _sum)
-    highest = gl.convert_layout(top, gl.SliceLayout(0, LP))
-    gp = gl.expand_dims(gl.arange(0, G, layout=gl.SliceLayout(0, LP)), 0)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, L3)))
-    d = gl.expand_dims(gl.expand_dims(d, 0), 1)
-    g3 = gl.expand_dims(gp, 2)
-    acc = gl.full([STEP, G, D], 0.0, gl.float32, layout=L3)
-    one = gl.expand_dims(gl.arange(0, STEP, layout=gl.SliceLayout(1, LP)), 1)
-    for begin in range(0, count, STEP):
-        piece = begin + one
-        of_piece = gl.load(
-            stats + (piece * G + gp) * 2, mask=piece < count, other=float("-inf"),
-            cache_modifier=".cg",
-        )  # fmt: skip
-        weight = gl.exp(of_piece - gl.expand_dims(highest, 0))
-        wide = gl.expand_dims(piece, 2)
-        values = gl.load(
-            part + (wide * G + g3) * D + d, mask=wide < count, other=0.0, cache_modifier=".cg"
-        )
-        acc += values * gl.expand_dims(weight, 2)
-    y = gl.reduce(acc, 0, _sum)
-    LO: gl.constexpr = gl.SliceLayout(0, L3)
-    sums = gl.expand_dims(gl.convert_layout(sums, gl.SliceLayout(1, LO)), 1)
-    g_out = gl.expand_dims(gl.arange(0, G, layout=gl.SliceLayout(1, LO)), 1)
-    d_out = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, LO)), 0)
-    found = (y / sums).to(gl.bfloat16)
-    gl.store(out + g_out * D + d_out, found)
-    if peak is not None:
-        high = gl.abs(found.to(gl.float32))
-        gl.store(peak, gl.reduce(gl.reduce(high, 1, _larger), 0, _larger))
 
 
 # -- launching -------------------------------------------------------------------------------------
@@ -372,20 +313,28 @@ def candidates(pairs: int, length: int) -> Iterator[Mapping[str, int]]:
                 yield {"splits": splits, "warps": warps}
 
 
+def _programs(needed: int, device: torch.device) -> int:
+    """Return programs so that each processor has one, or as many as needed.
+
+    Programs of the next kernel come two to a processor that has none, and all wait for those then.
+    """
+    return max(needed, processors(device)) if launches_early(device) else needed
+
+
 def launch(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-    positions: Tensor, locks: Tensor, out: Tensor, peaks: Tensor | None,
+    positions: Tensor, locks: Tensor, out: Tensor, peaks: Tensor | None, sums: Tensor | None,
     *, group: int, scale: float, splits: int, warps: int,
 ) -> None:  # fmt: skip
     """Write `out`; arguments as in `attention_of_warps`."""
     kv_heads = keys.shape[1]
-    pairs, pieces = len(q) * kv_heads, len(q) * kv_heads * splits * warps
+    pairs, pieces = len(q) * kv_heads, len(q) * kv_heads * splits
     part = torch.empty(pieces * group * (_D + 2), dtype=torch.float32, device=q.device)
     early = launches_early(q.device)
-    attention_of_warps[(pairs * splits,)](
+    attention_of_warps[(_programs(pairs * splits, q.device),)](
         q, k, v, cos, sin, keys, values, positions, locks, out,
-        part, part[pieces * group * _D :], peaks,
+        part, part[pieces * group * _D :], peaks, sums,
         q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
-        kv_heads, scale, G=group, SPLITS=splits, EARLY=early, num_warps=warps,
+        pairs, kv_heads, scale, G=group, SPLITS=splits, EARLY=early, num_warps=warps,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

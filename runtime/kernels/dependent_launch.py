@@ -29,6 +29,7 @@ __all__ = [
     "SUM",
     "launches_early",
     "let_next_start",
+    "processors",
     "wait_for_previous",
 ]
 
@@ -41,6 +42,14 @@ LARGEST = tl.standard._elementwise_max
 def launches_early(device: torch.device) -> bool:
     """True if kernels on `device` may start before the one before has ended."""
     return device.type == "cuda" and not INTERPRETED and _major(device.index) >= 9
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return the number of a card's processors, 1 for the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

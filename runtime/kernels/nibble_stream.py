@@ -27,7 +27,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quantload.runtime.kernels.nibble_fragments import excess_of, inputs_at, plus_block
 from quantload.runtime.kernels.stream_epilogues import (
+    of_rows,
     rms_factor,
     squares_of_lane,
     sum_of_rows,
@@ -44,8 +46,10 @@ from quantload.runtime.kernels.warp_streams import (
     rows_at,
     shared_start,
     store_16,
+    store_one,
     store_rows,
     store_two,
+    summed,
     sync,
     wait_for_all_but,
     words_at,
@@ -66,121 +70,6 @@ def shared_bytes(
     """
     of_block = 512 + 8 + units * tiles * 64  # x, its sums, scales
     return warps * slots * tiles * 2048 + blocks * of_block + units * tiles * beside * 64
-
-
-def _multiply(sums: list[str], left: list[str], right: list[str]) -> str:
-    names = (", ".join(part) for part in (sums, left, right, sums))
-    c, a, b, d = names
-    return (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{c}}}, {{{a}}}, {{{b}}}, {{{d}}};"
-    )
-
-
-def _half() -> str:
-    """Return PTX that adds 32 columns of each of 4 slices to the sums of two groups, $0-$7.
-
-    $8-$11 are words of row g, $12-$15 of row g + 8, $16-$31 x of the slices, $32-$39 sums before.
-    """
-    lines = ["{ .reg .b32 a<4>; .reg .b32 t;", *(f"mov.f32 ${i}, ${32 + i};" for i in range(8))]
-    for slot in range(4):
-        sums = [f"${4 * (slot // 2) + i}" for i in range(4)]
-        for step in range(2):
-            for i, word in enumerate((8 + 2 * step, 12 + 2 * step, 9 + 2 * step, 13 + 2 * step)):
-                source = f"${word}"
-                if slot:
-                    lines.append(f"shr.b32 t, {source}, {4 * slot};")
-                    source = "t"
-                lines.append(f"lop3.b32 a{i}, {source}, 0x000f000f, 0x43004300, 0xea;")
-            b = [f"${16 + 4 * slot + 2 * step + i}" for i in range(2)]
-            lines.append(_multiply(sums, [f"a{i}" for i in range(4)], b))
-    return " ".join([*lines, "}"])
-
-
-def _excess() -> str:
-    """Return PTX that adds -136 times the x of a half, $8-$23: $0-$7 sums, $24-$31 before."""
-    lines = [
-        "{ .reg .b32 a; mov.b32 a, 0xc308c308;",
-        *(f"mov.f32 ${i}, ${24 + i};" for i in range(8)),
-    ]
-    for slot in range(4):
-        sums = [f"${4 * (slot // 2) + i}" for i in range(4)]
-        for step in range(2):
-            b = [f"${8 + 4 * slot + 2 * step + i}" for i in range(2)]
-            lines.append(_multiply(sums, ["a"] * 4, b))
-    return " ".join([*lines, "}"])
-
-
-def _inputs() -> str:
-    """Return PTX that loads 16 registers of x: 8 columns of each of 4 slices, 128 bytes apart."""
-    quads = [", ".join(f"${4 * n + i}" for i in range(4)) for n in range(4)]
-    parts = [f"ld.shared.v4.b32 {{{quad}}}, [$16 + {128 * n}];" for n, quad in enumerate(quads)]
-    return " ".join(["{", *parts, "}"])
-
-
-HALF = gl.constexpr(_half())
-HALF_OPS = gl.constexpr(",".join(["=&f"] * 8 + ["r"] * 24 + ["f"] * 8))
-EXCESS = gl.constexpr(_excess())
-EXCESS_OPS = gl.constexpr(",".join(["=&f"] * 8 + ["r"] * 16 + ["f"] * 8))
-INPUTS = gl.constexpr(_inputs())
-INPUTS_OPS = gl.constexpr(",".join(["=r"] * 16 + ["r"]))
-
-
-@gluon.jit
-def _inputs_at(at):
-    return gl.inline_asm_elementwise(
-        INPUTS, INPUTS_OPS, [at], dtype=(
-            gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32,
-            gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32,
-        ), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _plus_half(c, w0, w1, w2, w3, v0, v1, v2, v3, x):
-    return gl.inline_asm_elementwise(
-        HALF, HALF_OPS,
-        [w0, w1, w2, w3, v0, v1, v2, v3,
-         x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7],
-         x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15],
-         c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32,
-               gl.float32, gl.float32, gl.float32, gl.float32),
-        is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _excess_of(c, x):
-    return gl.inline_asm_elementwise(
-        EXCESS, EXCESS_OPS,
-        [x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7],
-         x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15],
-         c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32,
-               gl.float32, gl.float32, gl.float32, gl.float32),
-        is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _plus_block(low, high, w, s, x0, x1, e0, e1, nothing, odd, there, EVEN: gl.constexpr):
-    """Add a block to the sums of rows g and g + 8: both groups, each times its scale.
-
-    Halves have sums of their own, so that products need not wait for each other as long.
-    """
-    none = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-    c = _plus_half(none, w[0], w[1], w[2], w[3], w[8], w[9], w[10], w[11], x0)
-    d = _plus_half(none, w[4], w[5], w[6], w[7], w[12], w[13], w[14], w[15], x1)
-    a, b = s
-    if not EVEN:  # a block past the last one is the last one again
-        a, b = gl.where(there, a, 0), gl.where(there, b, 0)
-    c0, c4 = gl.where(odd, c[1] + d[1], c[0] + d[0]), gl.where(odd, c[5] + d[5], c[4] + d[4])
-    c2, c6 = gl.where(odd, c[3] + d[3], c[2] + d[2]), gl.where(odd, c[7] + d[7], c[6] + d[6])
-    low = low + (c0 + e0) * (a << 16).to(gl.float32, bitcast=True)
-    low = low + (c4 + e1) * (a & -65536).to(gl.float32, bitcast=True)
-    high = high + (c2 + e0) * (b << 16).to(gl.float32, bitcast=True)
-    high = high + (c6 + e1) * (b & -65536).to(gl.float32, bitcast=True)
-    return low, high
 
 
 @gluon.jit
@@ -236,40 +125,53 @@ def _ask_inputs(x, blocks, warp, lane, JX: gl.constexpr, NW: gl.constexpr):
 
 @gluon.jit
 def _keep_inputs(
-    found, inputs, excess, blocks, warp, lane, q, turned, nothing, first,
+    found, sums_in, inputs, excess, blocks, warp, lane, q, turned, nothing, first,
     JX: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """Put x into shared memory, and -136 times the sum of x of each group."""
+    """Put x into shared memory, and -136 times the sum of x of each group.
+
+    The sums are those of 8 parts each that the kernel ahead told, or are made here.
+    """
     for j in gl.static_range(JX):
         block = warp + j * NW
         inside = (block < blocks).to(gl.int32)
         store_16(inputs + block * 512 + lane * 16, found[j], inside)
-    sync(lane)
-    none = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-    for j in gl.static_range(JX):
-        block = gl.minimum(warp + j * NW, blocks - 1)
-        at = inputs + block * 512 + q * 16
-        one, two = _inputs_at(at + turned), _inputs_at(at + (64 - turned))
-        sums, more = _excess_of(none, one), _excess_of(none, two)
-        inside = (warp + j * NW < blocks).to(gl.int32)
-        store_two(excess + block * 8, sums[0] + more[0], sums[4] + more[4], first & inside)
+    if sums_in is not None:
+        # 16 lanes have a part of a block each, the first and the second 8 are of a group
+        for j in gl.static_range((JX + 1) // 2):
+            block = (warp + (2 * j + lane // 16) * NW).to(gl.int32)
+            inside = block < blocks
+            part = gl.load(sums_in + block * 16 + lane % 16, mask=inside, other=0.0)
+            sums = summed(part, 8) * -136.0
+            here = (inside & (lane % 8 == 0)).to(gl.int32)
+            store_one(excess + block * 8 + lane // 8 % 2 * 4, sums, here)
+    else:
+        sync(lane)
+        none = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+        for j in gl.static_range(JX):
+            block = gl.minimum(warp + j * NW, blocks - 1)
+            at = inputs + block * 512 + q * 16
+            one, two = inputs_at(at + turned), inputs_at(at + (64 - turned))
+            sums, more = excess_of(none, one), excess_of(none, two)
+            inside = (warp + j * NW < blocks).to(gl.int32)
+            store_two(excess + block * 8, sums[0] + more[0], sums[4] + more[4], first & inside)
 
 
 @gluon.jit(do_not_specialize=["blocks", "units"])
 def nibble_stream(  # noqa: C901 - what is not there is compiled out
-    x, words, scale, bias, out, squares_in, hidden, weight, scaled, squares, peaks,
+    x, sums_in, words, scale, bias, out, squares_in, hidden, weight, scaled, squares, of_16,
     N, blocks, units, half_rows, norm_width, eps,
     UNITS: gl.constexpr, J: gl.constexpr, JX: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
     WK: gl.constexpr, GLU: gl.constexpr, RESIDUAL: gl.constexpr, OFFSET: gl.constexpr,
-    NORMED: gl.constexpr,
-    TILES_IN: gl.constexpr, EVEN: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
-    SIZE: gl.constexpr, num_warps: gl.constexpr,
+    NORMED: gl.constexpr, PEAKS: gl.constexpr, TILES_IN: gl.constexpr, EVEN: gl.constexpr,
+    LATE: gl.constexpr, EARLY: gl.constexpr, SIZE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Write out [N], or [N / 2] with GLU; see the top of this file.
 
-    x [K], words [blocks, N, 64], scale [blocks, N] int32 (two bfloat16), bias [N] or None; with
-    NORMED squares_in [norm_width / 16] float32; with RESIDUAL hidden and weight [N], out is the new
-    stream, scaled [N] that times the weight, squares [N / 16]; peaks [N / 16] float32 or None.
+    x [K], sums_in [K / 16] float32 of its parts or None, words [blocks, N, 64], scale [blocks, N]
+    int32 (two bfloat16), bias [N] or None; with NORMED squares_in [norm_width / 16] float32; with
+    RESIDUAL hidden and weight [N], out is the new stream, scaled [N] that times the weight, squares
+    [N / 16]. of_16 [N / 16] float32, or of N / 2 with GLU: largest magnitudes with PEAKS, or sums.
     blocks is K / 256, units are groups of R tiles, at most UNITS of them a program's, J =
     ceil(blocks / WK), JX = ceil(blocks / warps). S slots; EVEN: WK divides blocks; LATE: the next
     kernel starts behind the loop; EARLY: launched before the one ahead has ended; SIZE KB of shared
@@ -280,6 +182,7 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     WN: gl.constexpr = NW // WK
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     ROWS: gl.constexpr = 16 if GLU else 16 * R
+    STEPS: gl.constexpr = (UNITS * ROWS + T - 1) // T
     FAR: gl.constexpr = UNITS * TILE_SCALES if GLU else TILE_SCALES  # between scales of two tiles
     OF_UNIT: gl.constexpr = TILE_SCALES if GLU else R * TILE_SCALES
     pid = gl.program_id(0)
@@ -312,14 +215,22 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     for u in gl.static_range(S):
         _ask(u, u, items, first_unit, blocks, N, half_rows, place, wk, wn, lane, ring,
              J, R, WK, WN, GLU)  # fmt: skip
+    weights = ()
+    if RESIDUAL:
+        weights = of_rows(weight, first_unit * ROWS, mine * ROWS, thread, STEPS, T)
     if EARLY:
         gdc_wait()
     found = _ask_inputs(x, blocks, warp, lane, JX, NW)
+    before = ()
+    if RESIDUAL:
+        before = of_rows(hidden, first_unit * ROWS, mine * ROWS, thread, STEPS, T)
     nothing = gl.full([T], 0.0, gl.float32, layout=ONE)
     part_of_squares = nothing
     if NORMED:
         part_of_squares = squares_of_lane(squares_in, norm_width, lane, TILES_IN)
-    _keep_inputs(found, inputs, excess, blocks, warp, lane, q, turned, nothing, first, JX, NW)
+    _keep_inputs(
+        found, sums_in, inputs, excess, blocks, warp, lane, q, turned, nothing, first, JX, NW
+    )
     wait_for_all_but(thread, S)  # scales are there
     gl.thread_barrier()
     item = 0
@@ -332,7 +243,7 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
         for step in range(0, J):
             block = gl.minimum(wk + step * WK, blocks - 1)
             x_at = inputs + block * 512 + q * 16
-            x0, x1 = _inputs_at(x_at + turned), _inputs_at(x_at + (64 - turned))
+            x0, x1 = inputs_at(x_at + turned), inputs_at(x_at + (64 - turned))
             e0, e1 = floats_at(excess + block * 8)
             scale_at = scales + block * (UNITS * R * TILE_SCALES) + unit * OF_UNIT + g * 4
             wait_for_all_but(thread, S - 1)
@@ -340,7 +251,7 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
             after = ()
             for r in gl.static_range(R):
                 w = words_at(one + r * TILE_BYTES + turned, one + r * TILE_BYTES + (64 - turned))
-                low, high = _plus_block(
+                low, high = plus_block(
                     sums[r][0], sums[r][1], w, rows_at(scale_at + r * FAR), x0, x1, e0, e1,
                     nothing, odd, wk + step * WK < blocks, EVEN,
                 )  # fmt: skip
@@ -362,8 +273,8 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
     if NORMED:
         factor = rms_factor(part_of_squares, norm_width, eps)
     gl.thread_barrier()
-    for begin in range(0, mine * ROWS, T):
-        index = begin + thread
+    for u in gl.static_range(STEPS):
+        index = u * T + thread
         inside = index < mine * ROWS
         index = gl.minimum(index, mine * ROWS - 1)
         row = first_unit * ROWS + index
@@ -371,8 +282,10 @@ def nibble_stream(  # noqa: C901 - what is not there is compiled out
         y = sum_of_rows(part, bias, row, factor, R, WK)
         if GLU:
             up = sum_of_rows(part + 64, bias, half_rows + row, factor, R, WK)
-            write_gated(y, up, out, peaks, row, inside)
+            write_gated(y, up, out, of_16, row, inside, PEAKS)
         elif RESIDUAL:
-            write_residual(y, hidden, weight, out, scaled, squares, peaks, row, inside, OFFSET)
+            write_residual(
+                y, before[u], weights[u], out, scaled, squares, of_16, row, inside, OFFSET, PEAKS
+            )
         else:
             write_plain(y, out, row, inside)

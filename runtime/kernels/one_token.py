@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quantload.runtime.kernels import nibble_stream, rounded_stream
 from quantload.runtime.kernels.add_norm import Codes, NormWeight
-from quantload.runtime.kernels.dependent_launch import launches_early
+from quantload.runtime.kernels.dependent_launch import launches_early, processors
 from quantload.runtime.kernels.nibble_weight import NibbleWeight
 from quantload.runtime.kernels.rounded_weight import PackedRounded
 from quantload.runtime.launch_settings import find
@@ -57,6 +57,7 @@ class Waiting:
     Args:
         values: [1, K] bfloat16.
         peaks: Float32, the largest of them is that of |values|; None where nobody makes codes.
+        sums: [K / 16] float32, sums of parts of `values`; None where nobody has made them.
         hidden: [1, K] the residual stream, if `values` is that times a norm's weight.
         squares: [K / 16] float32, sums of squares of `hidden`.
         eps: Of the norm.
@@ -64,6 +65,7 @@ class Waiting:
 
     values: Tensor
     peaks: Tensor | None = None
+    sums: Tensor | None = None
     hidden: Tensor | None = None
     squares: Tensor | None = None
     eps: float = 0.0
@@ -134,10 +136,11 @@ def gated_product(
         weight: Of both.
         x: As for `product`.
         bias: [N].
-        peaks: Tell the largest magnitudes too.
+        peaks: The next product makes codes and is told the largest magnitudes; else it is told
+            sums.
     """
     values, _, _, found = _run(weight, x, bias, glu=True, peaks=peaks)
-    return Waiting(values, found if peaks else None)
+    return Waiting(values, found if peaks else None, None if peaks else found)
 
 
 def added_product(
@@ -157,10 +160,12 @@ def added_product(
         bias: [N].
         hidden: [1, N] the residual stream.
         norm: What the next product's input is normed with.
-        peaks: Tell the largest magnitudes too.
+        peaks: The next product makes codes and is told the largest magnitudes; else it is told
+            sums.
     """
     stream, scaled, squares, found = _run(weight, x, bias, hidden=hidden, norm=norm, peaks=peaks)
-    return Waiting(scaled, found if peaks else None, stream, squares, norm.eps)
+    told = found if peaks else None, None if peaks else found
+    return Waiting(scaled, told[0], told[1], stream, squares, norm.eps)
 
 
 def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False):
@@ -171,7 +176,8 @@ def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False):
     )  # fmt: skip
     if isinstance(weight, NibbleWeight):
         assert waits is not None, "nibbles take values"
-        return _nibbles(waits.values, waits.squares, waits.eps, weight.words, weight.scale, *rest)
+        given = waits.values, waits.sums, waits.squares, waits.eps
+        return _nibbles(*given, weight.words, weight.scale, *rest)
     if waits is None:
         return _codes(x.codes, x.scales, None, None, 0.0, weight.codes, weight.scale, *rest)
     assert waits.peaks is not None, "codes are made of values with peaks"
@@ -181,34 +187,34 @@ def _run(weight, x, bias, *, hidden=None, norm=None, glu=False, peaks=False):
 
 
 def _results(
-    like: Tensor, rows: int, *, stream: bool, glu: bool, peaks: bool
+    like: Tensor, rows: int, *, stream: bool, glu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return room for y, the stream times the norm's weight, squares and peaks."""
+    """Return room for y, the stream times the norm's weight, squares, and peaks or sums."""
     count = rows // 2 if glu else rows
     out = like.new_empty((1, count), dtype=torch.bfloat16)
     scaled = like.new_empty((1, count if stream else 0), dtype=torch.bfloat16)
     squares = like.new_empty(count // 16 if stream else 0, dtype=torch.float32)
-    return out, scaled, squares, like.new_empty(count // 16 if peaks else 0, dtype=torch.float32)
+    return out, scaled, squares, like.new_empty(count // 16, dtype=torch.float32)
 
 
 @torch.library.custom_op("quantload::one_token_nibbles", mutates_args=())
 def _nibbles(
-    x: Tensor, squares_in: Tensor | None, eps: float, words: Tensor, scale: Tensor,
-    bias: Tensor | None, hidden: Tensor | None, norm: Tensor | None, offset: bool, glu: bool,
-    peaks: bool,
+    x: Tensor, sums_in: Tensor | None, squares_in: Tensor | None, eps: float, words: Tensor,
+    scale: Tensor, bias: Tensor | None, hidden: Tensor | None, norm: Tensor | None, offset: bool,
+    glu: bool, peaks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     blocks, rows, _ = words.shape
-    results = _results(words, rows, stream=hidden is not None, glu=glu, peaks=peaks)
+    results = _results(words, rows, stream=hidden is not None, glu=glu)
     out, scaled, squares, found = results
     settings = _settings(rows, blocks * 256, x.device, glu=glu, nibbles=True)
     shape = _shape(nibble_stream.shared_bytes, rows, blocks, x.device, settings)
     with torch.cuda.device_of(x):
         made = nibble_stream.nibble_stream[(shape.programs,)](
-            x, words, scale, bias, out, out if squares_in is None else squares_in,
+            x, sums_in, words, scale, bias, out, out if squares_in is None else squares_in,
             out if hidden is None else hidden, out if norm is None else norm, scaled, squares,
-            found if peaks else None,
-            rows, blocks, shape.units, rows // 2, x.shape[1], eps,
+            found, rows, blocks, shape.units, rows // 2, x.shape[1], eps,
             GLU=glu, RESIDUAL=hidden is not None, OFFSET=offset, NORMED=squares_in is not None,
+            PEAKS=peaks,
             TILES_IN=_tiles(squares_in), **shape.constants,
         )  # fmt: skip
     _check_shared(made, shape.size)
@@ -222,7 +228,7 @@ def _codes(
     norm: Tensor | None, offset: bool, glu: bool, peaks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows, features = codes.shape
-    results = _results(codes, rows, stream=hidden is not None, glu=glu, peaks=peaks)
+    results = _results(codes, rows, stream=hidden is not None, glu=glu)
     out, scaled, squares, found = results
     blocks = features // 128
     settings = _settings(rows, features, x.device, glu=glu, nibbles=False)
@@ -232,9 +238,10 @@ def _codes(
             x if x_scale is None else x.view(torch.int32), out if x_scale is None else x_scale,
             out if peaks_in is None else peaks_in, out if squares_in is None else squares_in,
             codes.view(torch.int8), scale, bias, out, out if hidden is None else hidden,
-            out if norm is None else norm, scaled, squares, found if peaks else None,
+            out if norm is None else norm, scaled, squares, found,
             features, blocks, shape.units, rows // 2, features, eps,
             GLU=glu, RESIDUAL=hidden is not None, OFFSET=offset, NORMED=squares_in is not None,
+            PEAKS=peaks,
             PEAKS_IN=0 if peaks_in is None else peaks_in.numel(), TILES_IN=_tiles(squares_in),
             **shape.constants,
         )  # fmt: skip
@@ -243,14 +250,14 @@ def _codes(
 
 
 @_nibbles.register_fake
-def _(x, squares_in, eps, words, scale, bias, hidden, norm, offset, glu, peaks):
-    return _results(words, words.shape[1], stream=hidden is not None, glu=glu, peaks=peaks)
+def _(x, sums_in, squares_in, eps, words, scale, bias, hidden, norm, offset, glu, *rest):
+    return _results(words, words.shape[1], stream=hidden is not None, glu=glu)
 
 
 @_codes.register_fake
 def _(x, x_scale, peaks_in, squares_in, eps, codes, scale, bias, hidden, *rest):
-    _, _, glu, peaks = rest
-    return _results(codes, len(codes), stream=hidden is not None, glu=glu, peaks=peaks)
+    _, _, glu, _ = rest
+    return _results(codes, len(codes), stream=hidden is not None, glu=glu)
 
 
 def _tiles(squares: Tensor | None) -> int:
@@ -286,7 +293,7 @@ class _Shape:
 def _shape(bytes_of, rows: int, blocks: int, device: torch.device, settings: list[int]) -> _Shape:
     tiles, slots, warps, beside, each, late, least = settings
     units = rows // (16 * tiles)
-    programs = min(units, _processors(device) * each)
+    programs = min(units, processors(device) * each)
     most = -(-units // programs)
     size = max(_needed(bytes_of, blocks, most, tiles, slots, warps, beside), least * 1024)
     early = launches_early(device)
@@ -317,7 +324,7 @@ def _settings(
 ) -> list[int]:
     """Look settings up, within an operator: what is compiled does not see the table."""
     found = find(family(glu=glu, nibbles=nibbles), device, m=1, n=rows, k=features)
-    found = found or rule(rows, features, _processors(device), glu=glu, nibbles=nibbles)
+    found = found or rule(rows, features, processors(device), glu=glu, nibbles=nibbles)
     return [({"kb": 0} | dict(found))[name] for name in _SETTINGS]
 
 
@@ -370,10 +377,3 @@ def candidates(
                 for late in (0, 1):
                     made = (tiles, slots, warps, beside, each, late, 0)
                     yield dict(zip(_SETTINGS, made, strict=True))
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quantload.runtime.kernels.stream_epilogues import (
+    of_rows,
     rms_factor,
     squares_of_lane,
     sum_of_rows,
@@ -206,11 +207,12 @@ def _keep_inputs(
 @gluon.jit(do_not_specialize=["blocks", "units"])
 def rounded_stream(  # noqa: C901 - what is not there is compiled out
     x, x_scale, peaks_in, squares_in, codes, w_scale, bias, out, hidden, weight, scaled, squares,
-    peaks, K, blocks, units, half_rows, norm_width, eps,
+    of_16, K, blocks, units, half_rows, norm_width, eps,
     UNITS: gl.constexpr, J: gl.constexpr, JX: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
     WK: gl.constexpr, GLU: gl.constexpr, RESIDUAL: gl.constexpr, OFFSET: gl.constexpr,
-    NORMED: gl.constexpr, PEAKS_IN: gl.constexpr, TILES_IN: gl.constexpr, EVEN: gl.constexpr,
-    LATE: gl.constexpr, EARLY: gl.constexpr, SIZE: gl.constexpr, num_warps: gl.constexpr,
+    NORMED: gl.constexpr, PEAKS: gl.constexpr, PEAKS_IN: gl.constexpr, TILES_IN: gl.constexpr,
+    EVEN: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr, SIZE: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Write out [N], or [N / 2] with GLU; see the top of this file.
 
@@ -223,6 +225,7 @@ def rounded_stream(  # noqa: C901 - what is not there is compiled out
     WN: gl.constexpr = NW // WK
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     ROWS: gl.constexpr = 16 if GLU else 16 * R
+    STEPS: gl.constexpr = (UNITS * ROWS + T - 1) // T
     pid = gl.program_id(0)
     if EARLY and not LATE:
         gdc_launch_dependents()
@@ -247,9 +250,19 @@ def rounded_stream(  # noqa: C901 - what is not there is compiled out
     for u in gl.static_range(S):
         _ask(u, u, items, first_unit, blocks, wide, half_rows, place, wk, wn, lane, ring,
              J, R, WK, WN, GLU)  # fmt: skip
+    weights = ()
+    if RESIDUAL:
+        weights = of_rows(weight, first_unit * ROWS, mine * ROWS, thread, STEPS, T)
+    scales = of_rows(w_scale, first_unit * ROWS, mine * ROWS, thread, STEPS, T)
+    of_up = scales
+    if GLU:
+        of_up = of_rows(w_scale + half_rows, first_unit * ROWS, mine * ROWS, thread, STEPS, T)
     if EARLY:
         gdc_wait()
     found = _ask_inputs(x, blocks, warp, lane, JX, NW, PEAKS_IN > 0)
+    before = ()
+    if RESIDUAL:
+        before = of_rows(hidden, first_unit * ROWS, mine * ROWS, thread, STEPS, T)
     nothing = gl.full([T], 0.0, gl.float32, layout=ONE)
     inverse = nothing
     if PEAKS_IN:
@@ -304,18 +317,19 @@ def rounded_stream(  # noqa: C901 - what is not there is compiled out
         factor = factor * rms_factor(part_of_squares, norm_width, eps)
     factor = factor + (factor - factor)  # what is not finite makes NaN, whatever its codes are
     gl.thread_barrier()
-    for begin in range(0, mine * ROWS, T):
-        index = begin + thread
+    for u in gl.static_range(STEPS):
+        index = u * T + thread
         inside = index < mine * ROWS
         index = gl.minimum(index, mine * ROWS - 1)
         row = first_unit * ROWS + index
         part = parts + index // ROWS * (WK * R * 64) + index % ROWS * 4
-        y = sum_of_rows(part, bias, row, factor * gl.load(w_scale + row), R, WK)
+        y = sum_of_rows(part, bias, row, factor * scales[u], R, WK)
         if GLU:
-            of_up = half_rows + row
-            up = sum_of_rows(part + 64, bias, of_up, factor * gl.load(w_scale + of_up), R, WK)
-            write_gated(y, up, out, peaks, row, inside)
+            up = sum_of_rows(part + 64, bias, half_rows + row, factor * of_up[u], R, WK)
+            write_gated(y, up, out, of_16, row, inside, PEAKS)
         elif RESIDUAL:
-            write_residual(y, hidden, weight, out, scaled, squares, peaks, row, inside, OFFSET)
+            write_residual(
+                y, before[u], weights[u], out, scaled, squares, of_16, row, inside, OFFSET, PEAKS
+            )
         else:
             write_plain(y, out, row, inside)

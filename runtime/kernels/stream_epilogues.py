@@ -5,7 +5,7 @@
     RESIDUAL  hidden + y; that times the weight of the next norm; of each 16 the sum of squares
 
 Each can also tell the largest magnitude of each 16 of what the next product reads, which then
-quantizes that without looking at it first.
+quantizes that without looking at it first; or their sum, which a product of nibbles needs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from triton.language.extra import libdevice
 from quantload.runtime.kernels.warp_streams import highest, sum_of_parts, summed
 
 __all__ = [
+    "of_rows",
     "rms_factor",
     "squares_of_lane",
     "sum_of_rows",
@@ -24,6 +25,16 @@ __all__ = [
     "write_plain",
     "write_residual",
 ]
+
+
+@gluon.jit
+def of_rows(place, first, count, thread, STEPS: gl.constexpr, T: gl.constexpr):
+    """Load what a thread needs for its rows at the end, long before: nobody waits for it then."""
+    found = ()
+    for u in gl.static_range(STEPS):
+        new = gl.load(place + first + gl.minimum(u * T + thread, count - 1))
+        found = found + (new,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
 
 
 @gluon.jit
@@ -52,10 +63,11 @@ def sum_of_rows(part, bias, row, factor, R: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def _write_peaks(peaks, values, row, inside):
-    if peaks is not None:
-        high = highest(gl.abs(values.to(gl.float32)), 16)
-        gl.store(peaks + row // 16, high, mask=inside & (row % 16 == 0))
+def _write_parts(parts, values, row, inside, PEAKS: gl.constexpr):
+    """Write of each 16 values the largest magnitude, or the sum."""
+    x = values.to(gl.float32)
+    found = highest(gl.abs(x), 16) if PEAKS else summed(x, 16)
+    gl.store(parts + row // 16, found, mask=inside & (row % 16 == 0))
 
 
 @gluon.jit
@@ -65,22 +77,22 @@ def write_plain(y, out, row, inside):
 
 
 @gluon.jit
-def write_gated(gate, up, out, peaks, row, inside):
+def write_gated(gate, up, out, parts, row, inside, PEAKS: gl.constexpr):
     """Write silu(gate) * up with the roundings of a model's own code."""
     gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
     act = gl.div_rn(gate, 1.0 + libdevice.exp(-gate)).to(gl.bfloat16).to(gl.float32)
     values = (act * up).to(gl.bfloat16)
     gl.store(out + row, values, mask=inside)
-    _write_peaks(peaks, values, row, inside)
+    _write_parts(parts, values, row, inside, PEAKS)
 
 
 @gluon.jit
 def write_residual(
-    y, hidden, weight, out, scaled, squares, peaks, row, inside, OFFSET: gl.constexpr
-):
+    y, before, weight, out, scaled, squares, parts, row, inside,
+    OFFSET: gl.constexpr, PEAKS: gl.constexpr,
+):  # fmt: skip
     """Write the sum with the stream, that times the norm's weight, and what belongs to it."""
-    h = gl.load(hidden + row, mask=inside, other=0.0).to(gl.float32)
-    w = gl.load(weight + row, mask=inside, other=0.0).to(gl.float32)
+    h, w = before.to(gl.float32), weight.to(gl.float32)
     if OFFSET:
         w = 1.0 + w
     h = (h + y.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)
@@ -89,4 +101,4 @@ def write_residual(
     gl.store(squares + row // 16, summed(h * h, 16), mask=inside & (row % 16 == 0))
     values = (h * w).to(gl.bfloat16)
     gl.store(scaled + row, values, mask=inside)
-    _write_peaks(peaks, values, row, inside)
+    _write_parts(parts, values, row, inside, PEAKS)

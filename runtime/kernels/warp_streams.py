@@ -32,6 +32,7 @@ __all__ = [
     "rows_at",
     "shared_start",
     "store_16",
+    "store_one",
     "store_rows",
     "store_two",
     "sum_of_parts",
@@ -79,6 +80,7 @@ WORDS_OPS = gl.constexpr(",".join(["=r"] * 16 + ["r", "r"]))
 ROWS = gl.constexpr("{ ld.shared.b32 $0, [$2]; ld.shared.b32 $1, [$2 + 32]; }")
 TWO = gl.constexpr("{ ld.shared.v2.b32 {$0, $1}, [$2]; }")
 ONE = gl.constexpr("{ ld.shared.b32 $0, [$1]; }")
+PUT_ONE = gl.constexpr(_IF + "$3, 0; @p st.shared.b32 [$1], $2; }")
 PUT_TWO = gl.constexpr(_IF + "$4, 0; @p st.shared.b32 [$1], $2; @p st.shared.b32 [$1 + 4], $3; }")
 PUT_ROWS = gl.constexpr(_IF + "$4, 0; @p st.shared.b32 [$1], $2; @p st.shared.b32 [$1 + 32], $3; }")
 LANE_16 = gl.constexpr("shfl.sync.bfly.b32 $0, $1, 16, 0x1f, 0xffffffff;")
@@ -190,6 +192,14 @@ def float_at(at):
 
 
 @gluon.jit
+def store_one(at, one, wanted):
+    """Store a float."""
+    gl.inline_asm_elementwise(
+        PUT_ONE, "=r,r,f,r", [at, one, wanted], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def store_two(at, one, two, wanted):
     """Store two floats beside each other."""
     gl.inline_asm_elementwise(
@@ -221,10 +231,11 @@ def _other(x, TEXT: gl.constexpr):
 
 @gluon.jit
 def summed(x, LANES: gl.constexpr):
-    """Return the sum over each 16 or 32 lanes, in all of them."""
+    """Return the sum over each 8, 16 or 32 lanes, in all of them."""
     if LANES == 32:
         x = x + _other(x, LANE_16)
-    x = x + _other(x, LANE_8)
+    if LANES >= 16:
+        x = x + _other(x, LANE_8)
     x = x + _other(x, LANE_4)
     x = x + _other(x, LANE_2)
     return x + _other(x, LANE_1)

@@ -60,6 +60,23 @@ class Pointer:
         return register(self.at.to(dtype))
 
 
+class Shared:
+    """A tensor in shared memory, NaN until it is written."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def slice(self, start, length, dim=0):
+        return Shared(self.values.narrow(dim, start, length))
+
+    def store(self, value):
+        assert value.dtype == self.values.dtype
+        self.values.copy_(plain(value))
+
+    def load(self, layout):
+        return register(self.values.clone())
+
+
 class Machine:
     """Stands for `gl`, and has the memory."""
 
@@ -111,7 +128,10 @@ class Machine:
     def BlockedLayout(self, *parts):
         return None
 
-    SliceLayout = BlockedLayout
+    SliceLayout = SwizzledSharedLayout = BlockedLayout
+
+    def allocate_shared_memory(self, dtype, shape, layout):
+        return Shared(torch.full(shape, float("nan"), dtype=dtype))
 
     def arange(self, start, stop, layout=None):
         return register(torch.arange(start, stop, dtype=torch.int32))
@@ -197,12 +217,15 @@ class Machine:
         results = sum(part.startswith("=") for part in constraints.split(","))
         shape = torch.broadcast_shapes(*(plain(arg).shape for arg in args))
         given = [part for arg in args for part in _registers(plain(arg).expand(shape), pack)]
-        assert (results, len(constraints.split(","))) == (len(kinds) * pack, results + len(given))
-        asked = [kind for kind in kinds for _ in range(pack)]
+        halves = kinds[0] == torch.bfloat16  # two to a register
+        each = pack // 2 if halves else pack
+        assert (results, len(constraints.split(","))) == (len(kinds) * each, results + len(given))
+        asked = [torch.int32 if halves else kind for kind in kinds for _ in range(each)]
         found = self.assembly(self, asm, given, asked).results()
+        parts = [torch.stack(found[i : i + each], -1) for i in range(0, results, each)]
         whole = [
-            register(torch.stack(found[i : i + pack], -1).reshape(shape))
-            for i in range(0, results, pack)
+            register((part.view(torch.bfloat16) if halves else part).reshape(shape))
+            for part in parts
         ]
         return tuple(whole) if isinstance(dtype, tuple) else whole[0]
 
@@ -342,7 +365,20 @@ def _any_three(a, b, c, table):
     return (a & b) | c
 
 
+def _of_pairs(function):
+    """An operation on registers of two bfloat16."""
+
+    def made(a, b):
+        a, b = (x.contiguous().view(torch.bfloat16) for x in (a, b))
+        return function(a, b).view(torch.int32)
+
+    return made
+
+
 _PLAIN = {
+    "mul.rn.bf16x2": _of_pairs(torch.mul),
+    "add.rn.bf16x2": _of_pairs(torch.add),
+    "sub.rn.bf16x2": _of_pairs(torch.sub),
     "mov.b32": lambda a: a,
     "mov.f32": lambda a: a,
     "shr.b32": lambda a, b: (a >> b) & ((1 << (32 - int(b))) - 1),

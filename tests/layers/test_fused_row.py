@@ -68,7 +68,7 @@ class Dense:
         stream = hidden + self._product(weight, x, bias)
         assert not peaks
         squares = stream.float().reshape(-1, 16).square().sum(1)
-        return Waiting(stream * norm.weight, None, stream, squares, norm.eps)
+        return Waiting(stream * norm.weight, None, None, stream, squares, norm.eps)
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Fake quantization of inputs, bit for bit against compressed-tensors and against NumPy."""
 
+import shutil
+
 import compressed
 import pytest
 import torch
@@ -17,7 +19,7 @@ from quantload.quant.activation import (
 )
 from quantload.quant.grid import E4M3, INT8, int_grid
 from quantload.quant.rtn import quantize_rtn
-from quantload.quant.scheme import PRESETS, InputScheme
+from quantload.quant.scheme import PRESETS, InputScheme, parse_scheme
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 PRESET_INPUTS = [
@@ -263,3 +265,29 @@ def test_static_inputs_are_rounded_as_in_the_library(dtype, scale_dtype, kind):
 def _library_static(x, scale, zero, args):
     library = compressed.library()
     return library.fake_quantize(x, scale, zero, library.QuantizationArgs(**args))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler")
+@pytest.mark.parametrize("name", ["W4A4", "FP8_DYNAMIC", "MXFP4XFP8", "NVFP4"])
+def test_compiled_code_rounds_as_the_format_says(name):
+    """A compiler that fuses the steps keeps float32 between them, and finds other codes."""
+    scheme = parse_scheme(name).input
+    outer = torch.tensor([300.0]) if scheme.needs_scale else None
+    x = torch.randn(48, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    compiled = torch.compile(lambda x: fake_quantize(x, scheme, outer=outer) * 2, fullgraph=True)
+    assert torch.equal(compiled(x), fake_quantize(x, scheme, outer=outer) * 2)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler")
+def test_compiled_code_rounds_with_fixed_scales_and_to_codes_of_tokens():
+    scale, zero = torch.tensor([0.0173], dtype=torch.bfloat16), torch.tensor([3])
+    scheme = parse_scheme("W8A8").input
+
+    def both(x):
+        return fake_quantize_static(x, INT8, scale, zero) * 2, token_codes(x, scheme)
+
+    x = torch.randn(48, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    (fixed, (codes, scales)), (expected, pair) = torch.compile(both, fullgraph=True)(x), both(x)
+    assert torch.equal(fixed, expected)
+    assert torch.equal(codes, pair[0])
+    assert torch.equal(scales, pair[1])

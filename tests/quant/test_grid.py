@@ -14,6 +14,7 @@ from quantload.quant.grid import (
     E5M2,
     INT4,
     INT8,
+    grid_named,
     int_grid,
     table_grid,
     uint_grid,
@@ -179,3 +180,25 @@ def test_kinds_of_grids():
     assert [grid.is_float8 for grid in (INT4, E4M3, E5M2, E2M1)] == [False, True, True, False]
     assert [grid.bits for grid in (INT4, INT8, E4M3, E5M2, E2M1)] == [4, 8, 8, 8, 4]
     assert table_grid("two", (0.0, 1.0)).bits == 1
+
+
+@pytest.mark.parametrize(
+    "grid", [E4M3, E5M2, E2M1, E2M3, E3M2, INT4, int_grid(6), uint_grid(3), uint_grid(8)]
+)
+def test_grids_by_name(grid):
+    assert grid_named(grid.name) == grid
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grid", [E2M1, E2M3, E3M2, table_grid("nf4", NF4)])
+def test_values_in_a_cuda_graph(grid):
+    """Nothing is copied from the host."""
+    codes = torch.arange(len(grid.table), dtype=torch.uint8)
+    fixed = torch.zeros_like(codes, device="cuda")
+    grid.values(fixed, torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values = grid.values(fixed, torch.bfloat16)
+    fixed.copy_(codes)
+    graph.replay()
+    assert same_bits(values.cpu(), grid.values(codes, torch.bfloat16))

@@ -25,24 +25,31 @@ class Case:
             self.keys[b, :, place:] = self.values[b, :, place:] = float("nan")
 
     def run(self, *, splits, warps):
-        kernel, machine = simt.load("decode_attention_warps", "attention_of_warps")
+        kernel, machine = simt.load(
+            "decode_attention_warps", "attention_of_warps", "attention_pieces"
+        )
         pairs, stride = self.rows * self.kv, self.qkv.shape[1]
-        poison = torch.full((pairs * splits * warps * self.group * D,), float("nan"))
+        poison = torch.full((pairs * splits * self.group * D,), float("nan"))
         q, cos, sin, keys, values, places, out, part, stats = map(
             machine.put,
             (self.qkv, self.cos, self.sin, self.keys, self.values, torch.tensor(self.places),
              poison.bfloat16(), poison, poison),
         )  # fmt: skip
-        locks, peaks = machine.put(torch.zeros(pairs, dtype=torch.int32)), machine.put(poison)
+        locks = machine.put(torch.zeros(pairs, dtype=torch.int32))
+        peaks, sums = machine.put(poison), machine.put(poison)
         k, v = q + self.heads * D, q + (self.heads + self.kv) * D
         machine.run(
-            kernel, pairs * splits, q, k, v, cos, sin, keys, values, places, locks, out, part,
-            stats, peaks, stride, stride, stride, self.kv * self.length * D, self.length * D, D,
-            self.kv, 0.09, G=self.group, SPLITS=splits, EARLY=False, num_warps=warps,
+            kernel, pairs * splits + 3, q, k, v, cos, sin, keys, values, places, locks, out, part,
+            stats, peaks, sums, stride, stride, stride, self.kv * self.length * D,
+            self.length * D, D, pairs, self.kv, 0.09,
+            G=self.group, SPLITS=splits, EARLY=False, num_warps=warps,
         )  # fmt: skip
         assert not machine.get(locks, pairs).any(), "a lock is left over"
         kept = (machine.get(x, self.keys.numel()).reshape(self.keys.shape) for x in (keys, values))
         found = machine.get(out, self.rows * self.heads * D).reshape(self.rows, self.heads, D)
+        told = machine.get(sums, found.numel() // 16)
+        expected = found.float().reshape(-1, 16).sum(1)
+        assert torch.allclose(told, expected, rtol=1e-5, atol=1e-6)
         return found, machine.get(peaks, pairs), *kept
 
     def errors(self, found, peaks, keys, values):
@@ -51,6 +58,8 @@ class Case:
         assert torch.equal(peaks, high)
         for b, place in enumerate(self.places):
             q, k, v = self.qkv[b].split([self.heads * D, self.kv * D, self.kv * D])
+            own = turned(k.reshape(-1, D), self.cos[place], self.sin[place])  # each step rounds
+            assert torch.equal(keys[b, :, place], own)
             cos, sin = self.cos[place].double(), self.sin[place].double()
             q, k = (
                 turned(q.double().reshape(-1, D), cos, sin),
@@ -74,6 +83,7 @@ class Case:
         ({"places": (15, 100), "kv": 1, "group": 8, "length": 160}, 2, 1),
         ({"places": (77,), "kv": 1, "group": 1, "length": 96}, 2, 2),
         ({"places": (16, 65), "kv": 1, "group": 2, "length": 160}, 4, 1),
+        ({"places": (300,), "kv": 1, "group": 2, "length": 320}, 32, 1),
     ],
 )
 def test_result_cache_and_peaks(case, splits, warps, kernel_device):
@@ -126,18 +136,22 @@ def test_both_kernels_agree_on_the_card(group, kernel_device):
     rotary, cache = (random(length, D), random(length, D)), [random(rows, kv, length, D)] * 2
     results = []
     for settings in ({"splits": 4, "block": 64, "warps": 4, "stages": 3},
-                     {"splits": 8, "warps": 4}, {"splits": 1, "warps": 2}, None):  # fmt: skip
+                     {"splits": 8, "warps": 4}, {"splits": 1, "warps": 2},
+                     {"splits": 32, "warps": 1}, {"splits": 4, "warps": 8}, None):  # fmt: skip
         kept = tuple(x.clone() for x in cache)
         locks = torch.zeros(rows * kv, dtype=torch.int32, device="cuda")
-        peaks = None
+        peaks, sums = None, None
         if settings and "block" not in settings:
             peaks = torch.full((rows * kv,), float("nan"), device="cuda")
+            sums = torch.full((rows * kv * group * D // 16,), float("nan"), device="cuda")
         out = decode_attention(
             q, k, v, rule, rotary=rotary, cache=kept, positions=places, locks=locks,
-            settings=settings, peaks=peaks,
+            settings=settings, peaks=peaks, sums=sums,
         )  # fmt: skip
         if peaks is not None:
             assert torch.equal(peaks, out.float().abs().reshape(rows * kv, -1).amax(1))
+            expected = out.float().reshape(-1, 16).sum(1)
+            assert torch.allclose(sums, expected, rtol=1e-5, atol=1e-6)
         assert not locks.any()
         results.append((out, *kept))
     for found in results[1:]:

@@ -2,6 +2,7 @@
 
 The oracle multiplies with `QuantTensor.dequantize` in float64. The allowed error is that of float32
 sums, element by element; values of NVFP4 are rounded by their producer, but not by the kernel.
+Where an expert has more than 64 pairs, the kernel rounds products of codes and scales to bfloat16.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ SCHEMES = {  # scheme: allowed relative error of the producer's own rounding
     "FP8_DYNAMIC": 0.0,
     "W8A8": 0.0,
 }
+ROUNDED = 2.0**-9  # of a value, to bfloat16
 MORE = {
     "W4A16": 0.0, "W4A16:g64": 0.0, "W4A16_ASYM": 0.0, "W4A16_ASYM:g64": 0.0,
     "W4A16_ASYM:channel": 0.0, "W2A16:g32": 0.0,
@@ -218,7 +220,7 @@ def test_products_on_a_card(scheme, rounding, tokens, kernel_device, grouped):
             k = 384
         case(
             scheme, kernel_device, grouped, rows="halves", n=n, k=k, tokens=tokens,
-            rounding=rounding, experts=9, choices=4,
+            rounding=max(rounding, ROUNDED if tokens == 700 else 0.0), experts=9, choices=4,
         )  # fmt: skip
 
 
@@ -226,7 +228,8 @@ def test_products_on_a_card(scheme, rounding, tokens, kernel_device, grouped):
 @pytest.mark.parametrize("tokens", [1, 4, 40, 300])
 @pytest.mark.parametrize(("scheme", "rounding"), [*SCHEMES.items(), *MORE.items()])
 def test_sums_on_a_card(scheme, rounding, tokens, kernel_device):
+    rounding = max(rounding, ROUNDED if tokens == 300 else 0.0)
     for n, k in ((200, 384), (512, 256)):
         sum_case(
             scheme, kernel_device, tokens=tokens, choices=6, n=n, k=k, rounding=rounding, experts=9
-        )  # fmt: skip
+        )

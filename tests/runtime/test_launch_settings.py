@@ -48,6 +48,19 @@ def test_the_fewest_measured_tokens_that_hold_the_asked_for_ones_serve(own_table
     assert launch_settings.find("some kernel", torch.device("cpu"), m=4, n=64, k=128) is None
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_finds_the_same(dynamic, own_table):
+    """No cached function is traced: the compiler would warn of it, which is an error here."""
+    own_table.write_text(table({"8": {"rows": 8}, "16": {"rows": 16}}))
+
+    def rows(x):
+        return x * (find(x.shape[0]) or {"rows": 5})["rows"]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(rows, fullgraph=True, dynamic=dynamic, backend="eager")
+    assert [int(compiled(torch.ones(m))[0]) for m in (2, 8, 9, 16, 17)] == [8, 8, 16, 16, 5]
+
+
 def test_times_are_of_just_the_measured_tokens(own_table):
     own_table.write_text(table({"4": {"rows": 4}}, us={"4": 7.25}))
     measured = [

@@ -26,22 +26,44 @@ class Case:
         return ((self.codes.double() - 8) * scales) @ self.x.double()
 
     def run(
-        self, *, tiles=1, slots=2, warps=2, units=2, beside=2, late=False, bias=False, **epilogue
+        self,
+        *,
+        tiles=1,
+        slots=2,
+        warps=2,
+        units=2,
+        beside=2,
+        late=False,
+        bias=False,
+        told=False,
+        **epilogue,
     ):
         from quantload.runtime.kernels.nibble_layout import pack_nibbles
         from quantload.runtime.kernels.nibble_stream import shared_bytes
 
         kernel, machine = simt_shared.load(
-            "nibble_stream", "nibble_stream", "warp_streams", "stream_epilogues", late=late
+            "nibble_stream",
+            "nibble_stream",
+            "warp_streams",
+            "stream_epilogues",
+            "nibble_fragments",
+            late=late,
         )
         raw = self.scales.view(torch.int16).reshape(self.n, -1, 2).transpose(0, 1).contiguous()
         words = pack_nibbles(self.codes, columns=64, fill=8)
         x, words, scale = map(machine.put, (self.x, words, raw.view(torch.int32)[..., 0]))
+        sums = machine.put(self.x.float().reshape(-1, 16).sum(1)) if told else None
         hidden, weight, squares_in = map(machine.put, (self.hidden, self.weight, self.squares))
         poison = torch.full((self.n,), float("nan"))
         out, scaled = machine.put(poison.bfloat16()), machine.put(poison.bfloat16())
         squares, peaks = (machine.put(poison[: self.n // 16]) for _ in range(2))
-        asked = {"GLU": False, "RESIDUAL": False, "OFFSET": False, "NORMED": False} | epilogue
+        asked = {
+            "GLU": False,
+            "RESIDUAL": False,
+            "OFFSET": False,
+            "NORMED": False,
+            "PEAKS": True,
+        } | epilogue
         all_units = self.n // (16 * tiles)
         layout = {
             "blocks": self.blocks,
@@ -52,7 +74,7 @@ class Case:
         }
         bias = machine.put(self.bias) if bias else None
         machine.run(
-            kernel, -(-all_units // units), x, words, scale, bias, out, squares_in, hidden,
+            kernel, -(-all_units // units), x, sums, words, scale, bias, out, squares_in, hidden,
             weight, scaled, squares, peaks,
             self.n, self.blocks, all_units, self.n // 2, self.k, 1e-5,
             UNITS=units, J=-(-self.blocks // beside), JX=-(-self.blocks // warps),
@@ -80,6 +102,7 @@ def close(found, expected, error=4e-3):
     ("n", "settings"),
     [
         (32, {"warps": 1, "beside": 1, "bias": True}),
+        (32, {"told": True}),
         (64, {"tiles": 2, "slots": 1, "warps": 2, "units": 2, "late": True}),
         (80, {"warps": 4, "units": 3, "slots": 3, "late": True}),
         (

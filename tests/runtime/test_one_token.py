@@ -87,7 +87,8 @@ class Card:
         values = (self.stream.float() * 0.7).bfloat16()
         peaks = values.float().abs().reshape(-1, 16).amax(1)
         squares = self.stream.float().reshape(-1, 16).square().sum(1)
-        self.x = Waiting(values, peaks, self.stream, squares, 1e-5)
+        sums = values.float().reshape(-1, 16).sum(1)
+        self.x = Waiting(values, peaks, sums, self.stream, squares, 1e-5)
         self.hidden = torch.randn(1, n, device="cuda").bfloat16()
         self.bias = torch.randn(n, device="cuda").bfloat16()
 
@@ -124,6 +125,8 @@ class TestOnTheCard:
         found = product(card.weight, card.x, card.bias)
         close(found[0], card.product())
         assert torch.equal(found, product(card.weight, card.x, card.bias))
+        itself = product(card.weight, replace(card.x, sums=None), card.bias)
+        close(itself, found.double(), 2e-3)
 
     def test_gated(self, n, k, nibble, kernel_device):
         from quantload.runtime.kernels.one_token import gated_product
@@ -147,6 +150,10 @@ class TestOnTheCard:
         close(found.values[0], found.hidden[0].double() * norm.weight.double())
         close(found.squares, found.hidden.double().reshape(-1, 16).square().sum(1), 1e-6)
         assert torch.equal(found.peaks, found.values.float().abs().reshape(-1, 16).amax(1))
+        told = added_product(card.weight, card.x, card.bias, card.hidden, norm, peaks=False)
+        assert told.peaks is None
+        assert torch.equal(told.values, found.values)
+        close(told.sums, found.values.double().reshape(-1, 16).sum(1), 1e-5)
 
 
 @pytest.mark.gpu

@@ -36,6 +36,17 @@ def test_is_fake_quantization(name, dtype, kernel_device):
     assert round_rows(x[:0], scheme).shape == (0, 200)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [768, 2048, 7168])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_is_fake_quantization_on_a_card(name, features):
+    """Rows that a program loads in wide pieces."""
+    from quantload.runtime.kernels.round_rows import round_rows
+
+    scheme, x = scheme_named(name).input, torch.randn(64, features, device="cuda").bfloat16()
+    assert torch.equal(round_rows(x, scheme), fake_quantize(x, scheme))
+
+
 def test_says_why_not(kernel_device):
     from quantload.runtime.kernels.round_rows import why_not
 

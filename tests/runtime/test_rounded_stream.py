@@ -53,7 +53,13 @@ class Case:
         poison = torch.full((self.n,), float("nan"))
         out, scaled = machine.put(poison.bfloat16()), machine.put(poison.bfloat16())
         squares, peaks = (machine.put(poison[: self.n // 16]) for _ in range(2))
-        asked = {"GLU": False, "RESIDUAL": False, "OFFSET": False, "NORMED": False} | epilogue
+        asked = {
+            "GLU": False,
+            "RESIDUAL": False,
+            "OFFSET": False,
+            "NORMED": False,
+            "PEAKS": True,
+        } | epilogue
         layout = {
             "blocks": self.blocks,
             "units": units,
