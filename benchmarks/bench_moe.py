@@ -206,13 +206,14 @@ def measure(
             break
         calls = random_calls(config, tokens)
         exact = exact_block(up, down, calls[0])
-        graphs, ready = [], []
+        graphs, ready, held = [], [], []
         for who, run in offered(calls):
             try:
                 y = run(0)[:CHECKED_TOKENS].double()
                 error = float((y - exact).norm() / exact.norm())
                 graphs.append(capture(run, len(calls), least=len(calls)))
                 ready.append((who, error))
+                held.append(run)  # and the memory that its graph reads, locks among it
             except Exception as problem:  # noqa: BLE001 - as above
                 failed.append({"fmt": fmt, "m": tokens, "name": who, "error": str(problem)[:300]})
                 print("FAIL", failed[-1], flush=True)

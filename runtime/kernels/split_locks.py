@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing  # the real one: `runtime.prompt_graphs`
 
 __all__ = ["prepare", "split_locks"]
 
@@ -79,7 +80,7 @@ def split_locks(device: torch.device, count: int) -> Tensor:
         prepare(device)
     arena = _arenas[device]
     stream = torch.cuda.current_stream(device).cuda_stream
-    if not torch.cuda.is_current_stream_capturing():
+    if not is_current_stream_capturing():
         return arena.shared_by(0, stream)
     capture = _capture_of(stream)
     if capture:

@@ -124,7 +124,7 @@ def test_every_row_of_the_table_in_the_interpreter(index, kernel_device, poisone
     dtype = F16 if is_float and index % 2 else BF16
     weight = make_weight(scheme, n, k, seed=index, dtype=dtype)
     x = torch.randn(m + 2, k, generator=torch.Generator().manual_seed(index)).to(dtype)
-    bias = torch.randn(n).to(dtype) if index % 3 else None
+    bias = torch.randn(n).to(kernel_device, dtype) if index % 3 else None
     x = x.to(kernel_device)
     rows = rows_for(weight, input, kernel_device, dtype, monkeypatch)
     assert rows[-1].name == "dequantize and multiply"

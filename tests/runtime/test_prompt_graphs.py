@@ -1,7 +1,10 @@
 """Lengths to which prompts are padded for their graphs; the graphs are tested on a card."""
 
 import pytest
+import torch
+from transformers.utils import import_utils
 
+from quantload.runtime import prompt_graphs
 from quantload.runtime.prompt_graphs import padded_length
 
 
@@ -18,3 +21,19 @@ def test_padding_is_an_eighth_at_most():
         padded = padded_length(length)
         assert length <= padded < length * 1.126
         assert padded_length(padded) == padded
+
+
+def test_a_model_runs_as_if_captured():
+    """As transformers asks before it leaves a mask out; afterwards the answer is the right one."""
+    asked = torch.cuda.is_current_stream_capturing
+    with prompt_graphs._as_if_captured():
+        assert import_utils.is_cuda_stream_capturing()
+        assert import_utils.is_tracing()
+    assert torch.cuda.is_current_stream_capturing is asked
+
+
+def test_the_right_answer_comes_back_after_a_failure():
+    asked = torch.cuda.is_current_stream_capturing
+    with pytest.raises(KeyError), prompt_graphs._as_if_captured():
+        raise KeyError
+    assert torch.cuda.is_current_stream_capturing is asked
