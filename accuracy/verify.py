@@ -151,6 +151,7 @@ def verify_sources(
             problem for name in output.plain if (problem := _check_plain(output, source, name))
         ]
     configs = output.checkpoint.config, source.checkpoint.config
+    problems += _about_names(output)
     problems += config_differences(*configs, own_head=has_own_head(output))
     progress.finish()
     return VerifyReport(
@@ -266,6 +267,13 @@ def _weight_bytes(source: Source, module: str) -> int:
 
 def _total_bytes(source: Source) -> int:
     return sum(_weight_bytes(source, module) for module in source.weights)
+
+
+def _about_names(output: Source) -> list[str]:
+    """Say that the names of an output are those of a wrapper, which no engine reads."""
+    if not (taken_off := output.checkpoint.wrappers):
+        return []
+    return [f"its tensors have names with `{taken_off}`, which a wrapper of the model leaves there"]
 
 
 def _missing_and_extra(output: Source, source: Source, origin: Mapping[str, str]) -> list[str]:

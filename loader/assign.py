@@ -154,7 +154,12 @@ def _jobs(
     if lost:
         raise UnexpectedTensor(
             f"tensors have no place in the model: {listed(lost)}, in `{source.checkpoint.name}`",
-            hint="; ".join((*(mapper.explain(name) for name in lost[:3]), *about_wrapped(lost))),
+            hint="; ".join(
+                (
+                    *(mapper.explain(name) for name in lost[:3]),
+                    *about_wrapped(lost, source.checkpoint.wrappers),
+                )
+            ),
         )
     return jobs, dropped, elsewhere
 

@@ -5,7 +5,8 @@
     DistributedDataParallel         `module` before all names; DataParallel and DeepSpeed, too
 
 Components of the first three are no names of anything else, and are taken off wherever they stand.
-`module` is a word that models use: it is taken off in front of all names, or not at all.
+`module` is a word that models use: it is taken off in front of all names, and only where what
+follows begins as names of transformers' models do, or not at all.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from quantload.loader.weight_files import Weights
 
 _ANYWHERE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _IN_FRONT = "module."
+_ROOTS = frozenset(
+    ("model", "transformer", "backbone", "language_model", "gpt_neox", "decoder", "encoder", "bert",
+     "roberta", "rwkv", "biogpt", "lm_head", "embed_out")
+)  # fmt: skip
+"""First components of names in models of transformers."""
 _UNWRAP = "save the model itself: `model.module`, or `model._orig_mod`, in place of its wrapper"
 
 
@@ -54,10 +60,12 @@ def find_wrappers(names: Iterable[str]) -> Wrappers:
     found = {p for name in names for p in _ANYWHERE if p in name and p in name.split(".")}
     wrappers = Wrappers(tuple(part for part in _ANYWHERE if part in found))
     plain = [wrappers.taken_off(name) for name in names]
+    depth = 0
     while plain and all(name.startswith(_IN_FRONT) for name in plain):
-        wrappers = replace(wrappers, is_in_front=wrappers.is_in_front + 1)
+        depth += 1
         plain = [name.removeprefix(_IN_FRONT) for name in plain]
-    return wrappers
+    is_known = any(name.split(".", 1)[0] in _ROOTS for name in plain)
+    return replace(wrappers, is_in_front=depth if is_known else 0)
 
 
 def without_wrappers(weights: Weights, folder: str) -> tuple[Weights, Wrappers]:
@@ -107,20 +115,32 @@ def names_in_config(value: Any, take_off: Callable[[str], str]) -> Any:  # noqa:
     return take_off(value) if isinstance(value, str) else value
 
 
-def about_wrapped(names: Iterable[str]) -> list[str]:
-    """Return a hint for names that the model does not have, if a wrapper may have left some."""
+def about_wrapped(names: Iterable[str], taken_off: str = "") -> list[str]:
+    """Return a hint for names that the model does not have, if a wrapper may have left some.
+
+    Args:
+        names: As they were read.
+        taken_off: What was taken off the names of the checkpoint.
+    """
+    if taken_off:
+        return [
+            f"`{taken_off}` was taken off all names, as what a wrapper of the model leaves there"
+        ]
     wrapped = any("module" in name.split(".") for name in names)
     return [f"`module` is what a wrapper of the model leaves in names: {_UNWRAP}"] * wrapped
 
 
 def _about_some(weights: Weights) -> list[str]:
-    """Tell of `module.` in front of some names, which may be a name of the model's."""
+    """Tell of `module.` in front of names that keep it, since it may be a name of the model's."""
     some = [name for name in weights.tensors if name.startswith(_IN_FRONT)]
     if not some:
         return []
+    others = "since others have not"
+    if len(some) == len(weights.tensors):
+        others = "since what follows is no name of a model of transformers"
     return [
         f"{len(some)} of {len(weights.tensors)} tensors have names that begin with `{_IN_FRONT}`, "
-        f"as wrappers leave them; since others have not, they keep them: {listed(some, limit=2)}"
+        f"as wrappers leave them; {others}, they keep them: {listed(some, limit=2)}"
     ]
 
 

@@ -100,7 +100,11 @@ def test_configs_may_name_modules_as_the_files_do(case, plain, tmp_path):
     }
     assert len(found.warnings) == 1, "every entry of the config matches a module"
     (folder / "quantload-manifest.json").unlink()  # it is of the files before they were changed
-    assert quantload.verify(folder, plain / "dense").passed
+    report = quantload.verify(folder, plain / "dense")
+    assert all(layer.passed for layer in report.layers)
+    assert [problem.split(" with ")[0] for problem in report.failures()] == [
+        "its tensors have names"
+    ]
 
 
 @pytest.mark.parametrize("start", ["module.", "_orig_mod.", "module._orig_mod."])
@@ -140,7 +144,8 @@ def test_a_saved_state_dict_of_a_compiled_model(tmp_path):
 
 
 def test_a_data_parallel_wrapper_says_module():
-    assert find_wrappers(nn.DataParallel(nn.Linear(2, 2)).state_dict()).shown == "module."
+    model = nn.ModuleDict({"lm_head": nn.Linear(2, 2)})
+    assert find_wrappers(nn.DataParallel(model).state_dict()).shown == "module."
 
 
 def test_names_of_both_kinds_are_refused(plain, tmp_path):
@@ -197,8 +202,46 @@ NAME = st.lists(st.sampled_from(["model", "layers", "0", "q_proj", "module"]), m
 
 @given(names=st.lists(NAME.map(".".join), min_size=1, unique=True), front=st.integers(0, 2))
 def test_plain_names_come_back(names, front):
-    names = [name for name in names if not name.startswith("module.")] or ["a.weight"]
+    names = [name for name in names if not name.startswith("module.")] + ["lm_head.weight"]
     marked = [f"{'module.' * front}_orig_mod.{name}" for name in names]
     wrappers = find_wrappers(marked)
     assert [wrappers.taken_off(name) for name in marked] == names
     assert find_wrappers(names).shown == ""
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_model_whose_own_name_is_module_keeps_it(depth, tmp_path, caplog):
+    """What follows is no name of a model of transformers: the model itself is called so."""
+    front = "module." * depth
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "mine", "architectures": ["MineFor"]}')
+    weight = torch.randn(32, 32)
+    save_file({f"{front}proj.weight": weight}, folder / "model.safetensors")
+    model = nn.ModuleDict({"proj": nn.Linear(32, 32, bias=False)})
+    for _ in range(depth):
+        model = nn.ModuleDict({"module": model})
+    quantload.load_weights(model, folder)
+    assert torch.equal(model.get_parameter(f"{front}proj.weight"), weight)
+    quantload.convert(folder, tmp_path / "out", "W8A16:g32")
+    made = quantload.inspect(tmp_path / "out").checkpoint
+    assert {name.rsplit(".", 1)[0] for name in made.tensors} == {f"{front}proj"}
+    warnings = quantload.inspect(folder).warnings
+    assert any("what follows is no name" in warning for warning in warnings)
+
+
+def test_an_error_says_what_was_taken_off(plain, tmp_path):
+    folder = wrapped(plain / "dense", tmp_path / "w", lambda name: f"module.{name}")
+    with pytest.raises(UnexpectedTensor, match=r"no place") as error:
+        quantload.load_weights(nn.ModuleDict({"module": nn.Linear(2, 2)}), folder)
+    assert "`module.` was taken off all names" in error.value.hint
+
+
+def test_an_output_with_wrapped_names_fails_verification(plain, tmp_path):
+    out = wrapped(plain / "W4A16", tmp_path / "w", lambda name: f"module.{name}")
+    (out / "quantload-manifest.json").unlink(missing_ok=True)
+    report = quantload.verify(out, plain / "dense")
+    assert not report.passed
+    assert any("names with `module.`" in problem for problem in report.failures())
+    source = wrapped(plain / "dense", tmp_path / "s", lambda name: f"module.{name}")
+    assert quantload.verify(plain / "W4A16", source).passed
