@@ -192,9 +192,9 @@ def verify(
     """
     check_flags(nearest=nearest)
     check_progress(progress)
-    opened = as_source("source", source)
+    opened = as_source("source", source, warns=True)
     try:
-        made = as_source("output", output)
+        made = as_source("output", output, warns=True)
     except (SourceNotFound, UnknownFormat, UnsupportedVariant):
         raise
     except (CheckpointError, FormatError) as error:  # it is there, and not what it claims to be
@@ -245,7 +245,10 @@ def compare(  # noqa: PLR0913 - a keyword for each choice of the user
     progress, sequences = progress or Silent(), as_sequences("sequences", sequences)
     place, kind = parse_device(device), parse_dtype(dtype)
     tier = checked_tier(tier, parsed, has_tokens=any(sequences))
-    sources = as_source("reference", reference), as_source("candidate", candidate)
+    sources = (
+        as_source("reference", reference, warns=True),
+        as_source("candidate", candidate, warns=True),
+    )
     structure = compare_structure(*sources, progress)
     one, other = (source.checkpoint.config for source in sources)
     found = ModelComparison(layers=(), **lone_names(*apart_alike(*sources)))

@@ -186,7 +186,7 @@ def allocate_schemes(  # noqa: PLR0913 - a keyword for each choice of the user
             "judge",
             hint="give a longer text; `--no-data --no-verify` runs nothing",
         )
-    opened = as_source("source", source)
+    opened = as_source("source", source, warns=True)
     how = HowToScore(
         score=score,
         device=place,

@@ -119,7 +119,10 @@ def write_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
     if sequences is not None:
         tokens = tokens_of(sequences)
     check_repeats(repeats, tokens)
-    source, opened = as_source("reference", reference), as_source("candidate", candidate)
+    source, opened = (
+        as_source("reference", reference, warns=True),
+        as_source("candidate", candidate, warns=True),
+    )
     setting = _setting(device, dtype, progress, own=source)
     keeps_sketch = sketch if sketch is not None else bool(replaced and replaced.sketch)
     how = Measuring(collects=Sketch() if keeps_sketch else None)
@@ -199,7 +202,7 @@ def check_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
         raise ConfigError("all layers can be measured only against the reference", hint="`--ref`")
     check_flags(measure_all=measure_all, run=run)
     baseline = read_baseline(place := as_path("file", file, expected="a JSON file"))
-    opened, source = as_source("candidate", candidate), _reference(reference)
+    opened, source = as_source("candidate", candidate, warns=True), _reference(reference)
     setting = _setting(device, dtype, progress, own=source or opened)
     if source is not None:
         _check_reference_config(baseline, source)
@@ -245,7 +248,7 @@ def check_baseline(  # noqa: PLR0913 - a keyword for each choice of the user
 
 
 def _reference(reference: str | Path | None) -> Source | None:
-    return None if reference is None else as_source("reference", reference)
+    return None if reference is None else as_source("reference", reference, warns=True)
 
 
 def _check_reference_config(baseline: Baseline, source: Source) -> None:

@@ -75,7 +75,10 @@ def bisect(  # noqa: PLR0913 - a keyword for each choice of the user
         raise ConfigError("no tokens", hint="give a text, prompts or token ids")
     from quantload.accuracy.attribution import Settings, attribute_drift  # transformers: seconds
 
-    one, other = as_source("reference", reference), as_source("candidate", candidate)
+    one, other = (
+        as_source("reference", reference, warns=True),
+        as_source("candidate", candidate, warns=True),
+    )
     return attribute_drift(
         one,
         other,

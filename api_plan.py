@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from quantload.mappers.facts import ModelFacts
 from quantload.quant.rules import QuantConfig
 from quantload.quant.scheme import DENSE, SAME, Scheme
 
+_log = logging.getLogger("quantload")
+
 Rules = Mapping[str, object] | Iterable[str]
 _PLAN = "for example `PlanOptions(dtype=torch.bfloat16)`, of `quantload.loader.plan`"
 
@@ -38,12 +41,13 @@ def inspect(source: str | Path) -> Source:
         return open_source(open_checkpoint(source))
 
 
-def as_source(name: str, source: str | Path | Source) -> Source:
+def as_source(name: str, source: str | Path | Source, *, warns: bool = False) -> Source:
     """Return an opened checkpoint: the source itself, or what is opened at a path.
 
     Args:
         name: What the argument is called, for messages.
         source: What `inspect` returned, or what it takes.
+        warns: Log that its tensors have other names here than in its files; nobody else tells.
 
     Raises:
         WrongType: It is something else, as a loaded model.
@@ -52,7 +56,11 @@ def as_source(name: str, source: str | Path | Source) -> Source:
     if isinstance(source, Source):
         return source
     check_source(name, source)
-    return inspect(source)
+    opened = inspect(source)
+    if warns and opened.checkpoint.wrappers:
+        found = f"`{opened.checkpoint.wrappers}` taken off the names of its tensors"
+        _log.warning("`%s`: %s: it was saved inside of a wrapper", opened.checkpoint.name, found)
+    return opened
 
 
 def facts_of(

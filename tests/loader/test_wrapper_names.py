@@ -243,5 +243,12 @@ def test_an_output_with_wrapped_names_fails_verification(plain, tmp_path):
     report = quantload.verify(out, plain / "dense")
     assert not report.passed
     assert any("names with `module.`" in problem for problem in report.failures())
+
+
+def test_verification_and_comparison_tell_of_wrapped_names(plain, tmp_path, caplog):
     source = wrapped(plain / "dense", tmp_path / "s", lambda name: f"module.{name}")
     assert quantload.verify(plain / "W4A16", source).passed
+    assert "`module.` taken off the names of its tensors" in caplog.text
+    caplog.clear()
+    quantload.compare(plain / "dense", source, tier="structure")
+    assert "`module.` taken off the names of its tensors" in caplog.text
