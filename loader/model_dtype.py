@@ -21,7 +21,8 @@ DTYPE_NAMES = {
     "bfloat16": torch.bfloat16,
 }
 AUTO = "auto"  # as in transformers: what the checkpoint says
-_FLOATS = (*DTYPE_NAMES.values(), torch.float64)
+_BY_NAME = {**DTYPE_NAMES, "float64": torch.float64}
+_FLOATS = tuple(_BY_NAME.values())
 _SHORT = {
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
@@ -82,7 +83,7 @@ def parse_dtype(dtype: str | torch.dtype | None, *, name: str = "dtype") -> torc
     )
     if dtype is None or dtype == AUTO:
         return None
-    found = DTYPE_NAMES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    found = _BY_NAME.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found not in _FLOATS:
         near = _SHORT.get(str(dtype).removeprefix("torch.").lower())
         raise ConfigError(
