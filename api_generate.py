@@ -25,7 +25,6 @@ from quantload.arguments import (
     check_flags,
     check_tokenizer,
     check_type,
-    plain,
 )
 from quantload.errors import ConfigError, ModelError
 from quantload.loader.gguf_tokenizer import write_tokenizer
@@ -351,7 +350,7 @@ def generate(  # noqa: PLR0913 - a keyword for each choice of the user
     check_tokenizer(tokenizer)
     check_type("seed", seed, (Integral, NoneType), expected="a whole number or None")
     if isinstance(model, str | os.PathLike):
-        place = os.fspath(model)
+        place, prompts = os.fspath(model), as_prompts(prompts)
         tokenizer = tokenizer or (load_tokenizer(place) if _has_text(prompts) or stop else None)
         model = load(place)
     decoder = model if isinstance(model, TextDecoder) else TextDecoder(model, tokenizer)
@@ -367,7 +366,7 @@ def generate(  # noqa: PLR0913 - a keyword for each choice of the user
             top_p=top_p,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
-            seed=None if seed is None else int(plain(seed)),
+            seed=seed,
             more=settings,
         ),
         emit=emit,

@@ -171,3 +171,26 @@ def test_a_group_size_of_numpy_in_a_rule(folder):
     plan = quantload.plan(folder, "W8A16:channel", rules=rules, group_size=None)
     assert "W4A16:g32" in {str(row.scheme) for row in plan.rows}
     assert quantload.plan(folder, "W4A16", group_size=np.int64(32)).rows
+
+
+DRAWS = {
+    "temperature": np.float32(0.7),
+    "top_k": np.int64(5),
+    "top_p": torch.tensor(0.9),
+    "min_p": np.float32(0.1),
+    "repetition_penalty": np.float32(1.5),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_settings_of_draws(name, model):
+    made = [
+        quantload.generate(model, [1, 2], max_new_tokens=2, sample=True, seed=1, **{name: value})
+        for value in (DRAWS[name], DRAWS[name].item())
+    ]
+    assert made[0] == made[1]
+
+
+def test_a_generator_of_prompts_with_a_path(folder):
+    made = quantload.generate(folder, (ids for ids in IDS), max_new_tokens=1)
+    assert [row.prompt_tokens for row in made] == [3, 3]
