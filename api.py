@@ -20,7 +20,7 @@ from quantload.accuracy.statistics import ids_digest
 from quantload.accuracy.structure import compare_structure
 from quantload.accuracy.tied_head import has_own_head
 from quantload.accuracy.verify import VerifyReport, verify_sources
-from quantload.accuracy.verify_output import unreadable, verify_output
+from quantload.accuracy.verify_output import has_manifest, unreadable, verify_output
 from quantload.api_explain import explain
 from quantload.api_generate import load_tokenizer
 from quantload.api_load import load, load_model, model_shares, parse_device
@@ -195,10 +195,11 @@ def verify(
     opened = as_source("source", source, warns=True)
     try:
         made = as_source("output", output, warns=True)
-    except (SourceNotFound, UnknownFormat, UnsupportedVariant):
-        raise
-    except (CheckpointError, FormatError) as error:  # it is there, and not what it claims to be
-        return unreadable(error)
+    except (CheckpointError, FormatError) as error:
+        unread = isinstance(error, SourceNotFound | UnknownFormat | UnsupportedVariant)
+        if unread and not has_manifest(output):
+            raise
+        return unreadable(error)  # it is there, and not what it claims to be
     return verify_output(made, opened, progress or Silent(), nearest=nearest)
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from quantload.arguments import (
     check_flags,
     check_progress,
     check_type,
+    plain,
 )
 from quantload.errors import ConfigError
 from quantload.loader.model_dtype import own_dtype, parse_dtype
@@ -168,7 +170,8 @@ def allocate_schemes(  # noqa: PLR0913 - a keyword for each choice of the user
     """
     check_flags(verify=verify, trust_remote_code=trust_remote_code)
     check_progress(progress)
-    check_type("bits", bits, (int, float), expected="a number")
+    check_type("bits", bits, Real, expected="a number")
+    bits = float(plain(bits))
     place, kind = parse_device(device), parse_dtype(dtype)
     schemes = as_texts("schemes", schemes, example="W4A16")
     sequences = as_sequences("sequences", sequences)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from quantload.api_load import parse_device
-from quantload.arguments import check_counts, check_type
+from quantload.arguments import as_counts, check_counts, check_type
 from quantload.errors import ConfigError
 from quantload.loader.model_dtype import parse_dtype
 from quantload.loader.peak_memory import peak_rss
@@ -168,11 +168,9 @@ def bench(  # noqa: PLR0913 - a keyword for each choice of the user
     from quantload.layers.surgery import explain
 
     check_type("model", model, nn.Module, expected="a loaded model", hint=_LOAD)
-    check_type("batches", batches, (list, tuple), expected="numbers of prompts")
-    for batch in batches:
-        check_counts(1, batches=batch)
-    check_counts(1, prompt_tokens=prompt_tokens)
-    check_counts(2, new_tokens=new_tokens)
+    batches = as_counts("batches", batches, least=1, expected="numbers of prompts")
+    (prompt_tokens,) = check_counts(1, prompt_tokens=prompt_tokens)
+    (new_tokens,) = check_counts(2, new_tokens=new_tokens)
     if not batches:
         raise ConfigError("`batches` is empty, expected numbers of prompts")
     step, why = step_model(model, fused=fused)

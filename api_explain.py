@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantload.arguments import check_counts, check_type
+from quantload.arguments import as_counts, check_type, plain
 from quantload.errors import counted, listed
 
 if TYPE_CHECKING:
@@ -104,12 +104,10 @@ def as_token_counts(tokens: int | Sequence[int]) -> list[int]:
         ConfigError: One is not positive.
         WrongType: They are no whole numbers.
     """
-    given: Any = tokens  # whatever is passed
-    alone = isinstance(given, str | bytes) or not hasattr(given, "__iter__")
-    asked = [given] if alone else list(given)
-    for count in asked:
-        check_counts(1, tokens=count)
-    return [int(count) for count in asked]
+    given: Any = plain(tokens)  # whatever is passed
+    alone = isinstance(given, str | bytes) or not isinstance(given, Iterable)
+    several = [given] if alone else given
+    return as_counts("tokens", several, least=1, expected="numbers of tokens")
 
 
 def _alike(reports: Iterable[LinearReport]) -> list[list[LinearReport]]:

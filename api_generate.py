@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -132,7 +134,7 @@ class TextDecoder:
         *,
         max_new_tokens: int = 64,
         chat: bool = False,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | None = (),
         sampling: Sampling | None = None,
     ) -> Iterator[Piece]:
         """Yield what each token adds, in the order of the steps; see `generate`."""
@@ -145,7 +147,7 @@ class TextDecoder:
         *,
         max_new_tokens: int = 64,
         chat: bool = False,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | None = (),
         sampling: Sampling | None = None,
         emit: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
@@ -200,11 +202,11 @@ class TextDecoder:
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
-        stop: Sequence[str],
+        stop: Sequence[str] | None,
         sampling: Sampling | None,
     ) -> Iterator[Piece]:
-        check_counts(1, max_new_tokens=max_new_tokens)
-        stop = as_texts("stop", stop, example="\n\n")
+        (max_new_tokens,) = check_counts(1, max_new_tokens=max_new_tokens)
+        stop = as_texts("stop", () if stop is None else stop, example="\n\n")
         if stop and self.tokenizer is None:
             raise ConfigError("stop strings without a tokenizer, expected one")
         if not prompts:
@@ -298,13 +300,13 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 
 def generate(  # noqa: PLR0913 - a keyword for each choice of the user
-    model: PreTrainedModel | TextDecoder | str | Path,
+    model: PreTrainedModel | TextDecoder | str | os.PathLike[str],
     prompts: Prompt | Sequence[Prompt],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_new_tokens: int = 64,
     chat: bool = False,
-    stop: Sequence[str] = (),
+    stop: Sequence[str] | None = (),
     sample: bool = False,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -346,10 +348,11 @@ def generate(  # noqa: PLR0913 - a keyword for each choice of the user
 
     check_flags(sample=sample)
     check_tokenizer(tokenizer)
-    check_type("seed", seed, (int, NoneType), expected="a whole number or None")
-    if isinstance(model, str | Path):
-        tokenizer = tokenizer or (load_tokenizer(model) if _has_text(prompts) or stop else None)
-        model = load(model)
+    check_type("seed", seed, (Integral, NoneType), expected="a whole number or None")
+    if isinstance(model, str | os.PathLike):
+        place, prompts = os.fspath(model), as_prompts(prompts)
+        tokenizer = tokenizer or (load_tokenizer(place) if _has_text(prompts) or stop else None)
+        model = load(place)
     decoder = model if isinstance(model, TextDecoder) else TextDecoder(model, tokenizer)
     return decoder.generate(
         prompts,

@@ -7,7 +7,7 @@ any text is true, and a text is a sequence of texts.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,26 @@ def check_type(
     expected: str,
     hint: str = "",
 ) -> None:
-    """Refuse a value of another type; True and False are no numbers.
+    """Refuse a value of another type; True and False are no numbers, scalars of arrays are.
 
     Raises:
         WrongType: It is of none of these types.
     """
     wanted = kinds if isinstance(kinds, tuple) else (kinds,)
-    is_flag = isinstance(value, bool) and bool not in wanted and object not in wanted
-    if is_flag or not isinstance(value, wanted):
+    found = value if isinstance(value, wanted) else plain(value)
+    is_flag = isinstance(found, bool) and bool not in wanted and object not in wanted
+    if is_flag or not isinstance(found, wanted):
         raise WrongType(f"`{name}` is {shown(value)}, expected {expected}", hint=hint)
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401 - whatever a user passes
+    """Return the Python number of a scalar of numpy or torch; everything else as it is."""
+    if getattr(value, "ndim", None) != 0 or not callable(getattr(value, "item", None)):
+        return value
+    try:
+        return value.item()
+    except RuntimeError:  # a tensor without data
+        return value
 
 
 def check_flags(**flags: object) -> None:
@@ -58,8 +69,8 @@ def check_flags(**flags: object) -> None:
         check_type(name, value, bool, expected="`True` or `False`")
 
 
-def check_counts(least: int, **counts: object) -> None:
-    """Refuse what is no whole number, or too small.
+def check_counts(least: int, **counts: object) -> tuple[int, ...]:
+    """Return whole numbers as `int`; refuse what is none, or too small.
 
     Raises:
         WrongType: One is no whole number.
@@ -67,9 +78,35 @@ def check_counts(least: int, **counts: object) -> None:
     """
     for name, value in counts.items():
         check_type(name, value, Integral, expected=f"a whole number, at least {least}")
-        assert isinstance(value, Integral), "checked above"
-        if int(value) < least:
-            raise ConfigError(f"`{name}` is {int(value)}, expected at least {least}")
+    found = {name: int(plain(value)) for name, value in counts.items()}
+    for name, count in found.items():
+        if count < least:
+            raise ConfigError(f"`{name}` is {count}, expected at least {least}")
+    return tuple(found.values())
+
+
+def as_counts(name: str, value: object, *, least: int, expected: str) -> list[int]:
+    """Return several whole numbers.
+
+    Raises:
+        WrongType: They are none, or no sequence.
+        ConfigError: One is less than `least`.
+    """
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise WrongType(f"`{name}` is {shown(value)}, expected {expected}")
+    return [count for each in value for count in check_counts(least, **{name: each})]
+
+
+def as_bytes(name: str, value: object) -> int:
+    """Return a size in bytes, at least 1; `5e9` is one.
+
+    Raises:
+        WrongType: It is no whole number.
+        ConfigError: It is less than 1.
+    """
+    found = plain(value)
+    is_whole = isinstance(found, float) and found.is_integer()
+    return check_counts(1, **{name: int(found) if is_whole else value})[0]
 
 
 def check_progress(progress: object) -> None:
@@ -143,7 +180,7 @@ def as_token_ids(name: str, value: Any) -> list[int]:  # noqa: ANN401 - whatever
     ids = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(ids, str | bytes | Mapping) or not hasattr(ids, "__iter__"):
         raise WrongType(f"`{name}` is {shown(value)}, expected a list of token ids", hint=_TOKENIZE)
-    ids = list(ids)
+    ids = [token if type(token) is int else plain(token) for token in ids]
     for token in ids:
         if type(token) is not int and (isinstance(token, bool) or not isinstance(token, Integral)):
             found = f"an entry of `{name}` is {shown(token)}"
@@ -176,7 +213,8 @@ def as_prompts(prompts: Any) -> list[Any]:  # noqa: ANN401 - as above
     if isinstance(prompts, bytes | Mapping) or not hasattr(prompts, "__iter__"):
         raise WrongType(f"`prompts` is {shown(prompts)}, expected texts or lists of token ids")
     several: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    return [several] if several and isinstance(several[0], int) else several  # the ids of one
+    is_one = bool(several) and isinstance(plain(several[0]), Integral)
+    return [several] if is_one else several
 
 
 def check_tokenizer(tokenizer: object) -> None:
@@ -217,6 +255,8 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 _TOKENIZE = 'for example `[tokenizer("some text")["input_ids"]]`'
 
 __all__ = [
+    "as_bytes",
+    "as_counts",
     "as_path",
     "as_prompts",
     "as_sequences",
@@ -230,5 +270,6 @@ __all__ = [
     "check_source",
     "check_tokenizer",
     "check_type",
+    "plain",
     "shown",
 ]

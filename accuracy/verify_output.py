@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,14 +29,14 @@ def verify_output(
         source: What it was made from, with all of its layers.
         progress: Advances by bytes of the output.
         nearest: Hold every weight to its rounding step whatever made it.
-
-    Raises:
-        CheckpointError: There is a manifest, but no sound one.
     """
-    notes = []
+    notes, problems = [], []
     folder = output.checkpoint.folder
     is_ours = output.checkpoint.gguf_file is None and (folder / MANIFEST).is_file()
-    options = _options(folder) if is_ours else {}
+    try:
+        options = _options(folder) if is_ours else {}
+    except CheckpointError as error:  # the weights can be compared nevertheless
+        is_ours, options, problems = False, {}, [error.message]
     if layers := str(options.get("layers") or ""):
         notes.append(f"`{MANIFEST}` says: only layers {layers} of the source were written")
         source = select_layers(source, layers)
@@ -47,8 +48,16 @@ def verify_output(
     report = verify_sources(output, source, progress, nearest=nearest)
     if is_ours:
         files = check_files(folder, threads=Resources().threads(), progress=progress)
-        report = replace(report, problems=(*report.problems, *files.problems))
-    return replace(report, notes=tuple(notes))
+        problems += files.problems
+    return replace(report, problems=(*report.problems, *problems), notes=tuple(notes))
+
+
+def has_manifest(output: object) -> bool:
+    """True if a path is that of a folder which `convert` wrote, sound or not."""
+    return (
+        isinstance(output, str | os.PathLike)
+        and (Path(os.fspath(output)).expanduser() / MANIFEST).is_file()
+    )
 
 
 def unreadable(error: QuantloadError) -> VerifyReport:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils.generic import ModelOutput
 
+from quantload.arguments import plain
 from quantload.errors import ConfigError, ModelError
 from quantload.layers.meta_model import TransformersModel
 from quantload.layers.pipeline import PipelineCut
@@ -106,7 +107,7 @@ class AuxHiddenStates:
 def _checked(layers: Iterable[int], count: int, name: str) -> tuple[int, ...]:
     """Return the numbers in ascending order, each once."""
     given: Any = layers  # whatever is passed
-    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    found = [plain(number) for number in (given if isinstance(given, Iterable) else (given,))]
     wrong = [n for n in found if type(n) is not int or not 0 <= n <= count]
     if wrong:
         raise ConfigError(

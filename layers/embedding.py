@@ -54,7 +54,9 @@ class VocabParallelEmbedding(nn.Embedding):
         parallel: Parallel | None = None,
         prefix: str = "",
     ) -> None:
-        check_counts(0, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        num_embeddings, embedding_dim = check_counts(
+            0, num_embeddings=num_embeddings, embedding_dim=embedding_dim
+        )
         nn.Module.__init__(self)  # not that of nn.Embedding, which allocates the weight
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx
@@ -197,7 +199,9 @@ class ParallelLMHead(QuantLinear):
         parallel: Parallel | None = None,
         prefix: str = "",
     ) -> None:
-        check_counts(0, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        num_embeddings, embedding_dim = check_counts(
+            0, num_embeddings=num_embeddings, embedding_dim=embedding_dim
+        )
         parallel = as_parallel(parallel)
         first, last = rows_of(parallel, num_embeddings)
         super().__init__(

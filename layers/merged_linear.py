@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quantload.arguments import check_counts, check_type
+from quantload.arguments import as_counts, check_counts
 from quantload.errors import ConfigError
 from quantload.layers.cut import Schemes, as_parallel, kv_heads_of, merged_cut, scheme_at, times
 from quantload.layers.stack import LinearStack
@@ -58,10 +58,9 @@ class MergedColumnParallelLinear(LinearStack):
         prefix: str = "",
         proven: bool = False,
     ) -> None:
-        check_counts(0, in_features=in_features)
-        check_type("output_sizes", output_sizes, (list, tuple), expected="one size for each member")
-        for size in output_sizes:
-            check_counts(0, output_sizes=size)
+        (in_features,) = check_counts(0, in_features=in_features)
+        expected = "one size for each member"
+        output_sizes = as_counts("output_sizes", output_sizes, least=0, expected=expected)
         parallel = as_parallel(parallel)
         shares = [
             parallel.share_of(size, f"the {size} rows of member {number} of `{prefix}`")
@@ -195,10 +194,15 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         prefix: str = "",
         proven: bool = False,
     ) -> None:
-        check_counts(0, hidden_size=hidden_size, head_dim=head_dim, num_heads=num_heads)
+        hidden_size, head_dim, num_heads = check_counts(
+            0, hidden_size=hidden_size, head_dim=head_dim, num_heads=num_heads
+        )
+        total, width = check_counts(
+            0,
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+            v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+        )
         parallel = as_parallel(parallel)
-        total = num_heads if num_kv_heads is None else num_kv_heads
-        width = head_dim if v_head_dim is None else v_head_dim
         heads = parallel.share_of(num_heads, f"the {num_heads} heads of `{prefix}`")
         kv_heads, copies = kv_heads_of(parallel, total, prefix)
         self._build(

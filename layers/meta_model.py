@@ -36,6 +36,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quantload.errors import ModelError
 from quantload.layers.config_class import decoded
+from quantload.mappers.dtype_names import check_dtypes
 
 _log = logging.getLogger("quantload")
 
@@ -107,6 +108,7 @@ def build_on_meta(
 def _config_object(
     config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool
 ) -> PreTrainedConfig:
+    check_dtypes(config)
     values = decoded({k: v for k, v in config.items() if k != "quantization_config"})
     if trust_remote_code and "AutoConfig" in (config.get("auto_map") or {}):
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)

@@ -55,7 +55,9 @@ class ReplicatedLinear(QuantLinear):
         parallel: Parallel | None = None,
         prefix: str = "",
     ) -> None:
-        check_counts(0, in_features=in_features, out_features=out_features)
+        in_features, out_features = check_counts(
+            0, in_features=in_features, out_features=out_features
+        )
         super().__init__(
             in_features,
             out_features,
@@ -96,7 +98,9 @@ class ColumnParallelLinear(QuantLinear):
         parallel: Parallel | None = None,
         prefix: str = "",
     ) -> None:
-        check_counts(0, in_features=in_features, out_features=out_features)
+        in_features, out_features = check_counts(
+            0, in_features=in_features, out_features=out_features
+        )
         parallel = as_parallel(parallel)
         rows = parallel.share_of(out_features, f"the {out_features} rows of `{prefix}`")
         super().__init__(
@@ -150,7 +154,9 @@ class RowParallelLinear(QuantLinear):
         parallel: Parallel | None = None,
         prefix: str = "",
     ) -> None:
-        check_counts(0, in_features=in_features, out_features=out_features)
+        in_features, out_features = check_counts(
+            0, in_features=in_features, out_features=out_features
+        )
         parallel = as_parallel(parallel)
         columns = parallel.share_of(in_features, f"the {in_features} columns of `{prefix}`")
         region = WHOLE if parallel.tp_size == 1 else Region(columns=columns)

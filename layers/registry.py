@@ -23,6 +23,7 @@ from quantload.arguments import check_flags, check_type
 from quantload.errors import ConfigError
 from quantload.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quantload.layers.linear import QuantLinear
+from quantload.mappers.dtype_names import check_dtypes
 from quantload.mappers.mapper import WeightMapper
 from quantload.quant.scheme import DENSE, Scheme
 from quantload.runtime.parallel import Parallel
@@ -141,6 +142,7 @@ def _config_object(config: Mapping[str, Any]) -> object:
 
     from quantload.layers.config_class import decoded
 
+    check_dtypes(config)
     values = decoded({k: v for k, v in config.items() if k != "quantization_config"})
     kind = str(config.get("model_type"))
     if kind in CONFIG_MAPPING:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from quantload.arguments import plain
 from quantload.errors import ConfigError
 from quantload.runtime.generate import Chooser
 
@@ -46,6 +47,8 @@ class Sampling:
     more: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
             if isinstance(share, int | float) and not 0 <= share <= 1:
                 raise ConfigError(f"`{name}` is {share}, expected a share between 0 and 1")

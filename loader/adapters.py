@@ -13,6 +13,8 @@ from quantload.errors import CheckpointError, UnknownFormat, listed, printable
 from quantload.loader.weight_files import ADAPTER_WEIGHTS, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
+_WEIGHTS = (".safetensors", ".bin")
+_KINDS = (*_WEIGHTS, ".pt", ".pth")
 _MERGE = (
     "merge it into the weights (`merge_and_unload` of peft, then `save_pretrained`) for a model "
     "that has it"
@@ -32,14 +34,24 @@ def adapter_alone(folder: Path) -> UnknownFormat | None:
     """Return the error of a folder that has an adapter and no model; None if it has none."""
     if not (files := _files(folder)):
         return None
+    others = sorted(
+        file.name
+        for file in folder.iterdir()
+        if file.suffix in _KINDS and file.name not in files and file.is_file()
+    )
+    also = f", beside {listed(others)}, which no model is read from," if others else ""
     return UnknownFormat(
-        f"{_described(folder, files)} is all there is in `{folder}`, expected a whole model",
+        f"{_described(folder, files)}{also} is all there is in `{folder}`, expected a whole model",
         hint=_MERGE,
     )
 
 
 def _files(folder: Path) -> list[str]:
-    weights = [file.name for file in folder.glob(f"{ADAPTER_WEIGHTS}*") if file.is_file()]
+    weights = [
+        file.name
+        for file in folder.glob(f"{ADAPTER_WEIGHTS}*")
+        if file.name.removesuffix(".index.json").endswith(_WEIGHTS) and file.is_file()
+    ]
     return [*([ADAPTER_CONFIG] if (folder / ADAPTER_CONFIG).is_file() else []), *sorted(weights)]
 
 

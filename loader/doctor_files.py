@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from quantload.errors import listed
 from quantload.loader.doctor_subject import Finding, Subject
 from quantload.loader.model_dtype import config_dtype
-from quantload.mappers.dtype_names import plain_name, prefixed_names
+from quantload.mappers.dtype_names import plain_name, prefixed_names, unknown_dtypes, what_is_wrong
 
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
@@ -128,6 +128,16 @@ def dtypes_are_names(subject: Subject) -> Iterator[Finding]:
             found=f"dtype {listed(sorted(set(prefixed)))} in config.json",
             expected=f"{plain}: a name without `torch.`",
             hint="change it there, or convert the checkpoint",
+            source=subject.source_of("config-field"),
+        )
+    for key, value in unknown_dtypes(subject.checkpoint.config):
+        found, expected, hint = what_is_wrong(key, value)
+        yield Finding(
+            rule="config-field",
+            level="error",
+            found=found,
+            expected=expected,
+            hint=hint,
             source=subject.source_of("config-field"),
         )
 

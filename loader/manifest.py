@@ -1,7 +1,8 @@
 """`quantload-manifest.json`: every file of an output with its sha256, and what it was made from.
 
 The same conversion writes the same manifest, whoever runs it and wherever: it holds no times, hosts
-or paths of a machine. Engines do not read it; hidden files, which tools and hubs add, do not count.
+or paths of a machine. Engines do not read it; hidden files, which tools and hubs add, do not count,
+but for the `.gitattributes` that came from the source.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from quantload.loader.tally import USES, tally
 from quantload.progress import Progress, Silent
 
 MANIFEST = "quantload-manifest.json"
+GIT_ATTRIBUTES = ".gitattributes"
 _READ_BYTES = 1 << 23
 _VERSION = 1
 
@@ -157,7 +159,8 @@ def check_files(folder: Path, *, threads: int = 1, progress: Progress | None = N
     listed = read_manifest(folder)["files"]
     present = _files(folder) - {MANIFEST}
     problems = [f"`{name}` is missing" for name in sorted(listed.keys() - present)]
-    problems += [f"`{name}` is not in the manifest" for name in sorted(present - listed.keys())]
+    added = present - listed.keys() - {GIT_ATTRIBUTES}  # hubs add one
+    problems += [f"`{name}` is not in the manifest" for name in sorted(added)]
     same_size = []
     for name in sorted(listed.keys() & present):
         size, expected = (folder / name).stat().st_size, listed[name]["bytes"]
@@ -228,10 +231,14 @@ def _sha256(path: Path, tell: Callable[[int], None]) -> tuple[int, str]:
 
 
 def _files(folder: Path) -> set[str]:
-    """Return the names of the files of an output, "/" between folders, without hidden ones."""
+    """Return the names of the files of an output, "/" between folders.
+
+    Of hidden ones only .gitattributes, which `side_files` takes along, too.
+    """
     found = set()
     for path in folder.rglob("*"):
         inside = path.relative_to(folder)
-        if not any(part.startswith(".") for part in inside.parts) and path.is_file():
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if (not hidden or inside.as_posix() == GIT_ATTRIBUTES) and path.is_file():
             found.add(inside.as_posix())
     return found

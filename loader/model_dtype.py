@@ -10,7 +10,7 @@ import torch
 
 from quantload.arguments import check_type
 from quantload.errors import ConfigError
-from quantload.mappers.dtype_names import DTYPE_KEYS, plain_name
+from quantload.mappers.dtype_names import DTYPE_KEYS, near_name, plain_name
 
 if TYPE_CHECKING:
     from quantload.loader.source import Source
@@ -21,12 +21,8 @@ DTYPE_NAMES = {
     "bfloat16": torch.bfloat16,
 }
 AUTO = "auto"  # as in transformers: what the checkpoint says
-_FLOATS = (*DTYPE_NAMES.values(), torch.float64)
-_SHORT = {
-    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
-    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
-    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
-}
+_BY_NAME = {**DTYPE_NAMES, "float64": torch.float64}
+_FLOATS = tuple(_BY_NAME.values())
 
 
 def own_dtype(source: Source) -> torch.dtype:
@@ -34,17 +30,22 @@ def own_dtype(source: Source) -> torch.dtype:
 
     It is that of its config, else the one in which most floats are stored, else float32.
     """
-    return config_dtype(source.checkpoint.config) or source.stored_dtype or torch.float32
+    stated = _stated(source.checkpoint.config, _BY_NAME)
+    return stated or source.stored_dtype or torch.float32
 
 
 def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that a config.json states, if it states one."""
+    """Return the dtype that a config.json states, if it states one that scales have, too."""
+    return _stated(config, DTYPE_NAMES)
+
+
+def _stated(config: Mapping[str, Any], names: Mapping[str, torch.dtype]) -> torch.dtype | None:
     text = config.get("text_config")
     for key in DTYPE_KEYS:
         for holder in (config, text if isinstance(text, Mapping) else {}):
             name = str(plain_name(holder.get(key)))
-            if name in DTYPE_NAMES:
-                return DTYPE_NAMES[name]
+            if name in names:
+                return names[name]
     return None
 
 
@@ -82,9 +83,9 @@ def parse_dtype(dtype: str | torch.dtype | None, *, name: str = "dtype") -> torc
     )
     if dtype is None or dtype == AUTO:
         return None
-    found = DTYPE_NAMES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    found = _BY_NAME.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found not in _FLOATS:
-        near = _SHORT.get(str(dtype).removeprefix("torch.").lower())
+        near = near_name(dtype)
         raise ConfigError(
             f"unknown dtype: `{dtype}`, expected one of {', '.join(DTYPE_NAMES)}, or {AUTO}",
             hint=f"did you mean `{near}`?"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quantload.errors import ModelError
-from quantload.mappers.dtype_names import without_prefixes
+from quantload.mappers.dtype_names import check_dtypes, without_prefixes
 
 _EXPERT = re.compile(r"(?P<block>.*\.experts)\.\d+\.(?P<projection>\w+)")
 _FUSED = {  # projection of one expert -> parameter of all, and its share of the rows
@@ -37,6 +37,7 @@ def parameter_shapes(config: Mapping[str, Any], checkpoint_name: str) -> dict[st
     """
     import transformers  # seconds
 
+    check_dtypes(config)
     values = without_prefixes({k: v for k, v in config.items() if k != "quantization_config"})
     try:
         hf_config = transformers.CONFIG_MAPPING[str(config.get("model_type"))].from_dict(values)

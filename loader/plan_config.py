@@ -11,7 +11,7 @@ import torch
 from quantload.loader.formats.target import Target, WrittenModules
 from quantload.loader.model_dtype import config_dtype
 from quantload.loader.source import Source
-from quantload.mappers.dtype_names import without_prefixes
+from quantload.mappers.dtype_names import check_dtypes, without_prefixes
 from quantload.mappers.facts import ModelFacts
 from quantload.quant.scheme import Scheme
 
@@ -53,6 +53,7 @@ def output_config(  # noqa: PLR0913 - what a config says, by name
         dtypes: dtypes of full-precision weights and scales.
     """
     files: Mapping[str, Mapping[str, Any]] = {}
+    check_dtypes(source.checkpoint.config)
     config = without_prefixes(source.checkpoint.config)  # engines take plain names alone
     cache_scheme = source.reader.cache_scheme
     for key in ("quantization_config", "compression_config"):

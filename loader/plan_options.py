@@ -8,7 +8,7 @@ from typing import get_args
 
 import torch
 
-from quantload.arguments import check_choice, check_counts, check_flags, check_type
+from quantload.arguments import as_bytes, check_choice, check_flags, check_type
 from quantload.errors import listed
 from quantload.loader.formats.target import Target
 from quantload.loader.formats.targets import COMPRESSED_TENSORS, TARGETS
@@ -50,8 +50,10 @@ class PlanOptions:
         check_choice("on_split", self.on_split, get_args(OnSplit))
         check_choice("observer", self.observer, get_args(Observer))
         check_flags(lossless=self.lossless)
+        object.__setattr__(self, "lossless", bool(self.lossless))
         if self.max_shard_bytes is not None:
-            check_counts(1, max_shard_bytes=self.max_shard_bytes)
+            size = as_bytes("max_shard_bytes", self.max_shard_bytes)
+            object.__setattr__(self, "max_shard_bytes", size)
         hint = f"`TARGETS[name]` of `quantload.loader.formats.targets`, of {listed(TARGETS)}"
         check_type("target", self.target, Target, expected="a `Target`", hint=hint)
         check_type("layers", self.layers, str, expected="a text such as `0-1` or `0,5-7`")

@@ -9,6 +9,7 @@ from quantload.errors import CheckpointError
 from quantload.loader.adapters import ADAPTER_CONFIG
 from quantload.loader.checkpoint import Checkpoint
 from quantload.loader.gguf_tokenizer import write_tokenizer
+from quantload.loader.manifest import GIT_ATTRIBUTES
 from quantload.loader.open import QUANTIZATION_SIDE_FILES
 
 _WEIGHT_SUFFIXES = {
@@ -17,7 +18,6 @@ _WEIGHT_SUFFIXES = {
 }
 # Weights in other layouts that repositories carry in folders of their own.
 _WEIGHT_FOLDERS = {"original", "metal", "onnx", "openvino", "coreml", "gguf", "runs", "__pycache__"}
-_GIT = ".gitattributes"
 _LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
@@ -49,7 +49,7 @@ def side_files(folder: Path) -> list[Path]:
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder)
         hidden = any(part.startswith(".") for part in inside.parts)
-        hidden &= inside.as_posix() != _GIT
+        hidden &= inside.as_posix() != GIT_ATTRIBUTES
         if hidden or _WEIGHT_FOLDERS.intersection(inside.parts[:-1]) or not file.is_file():
             continue
         replaced = inside.name == "config.json" or inside.name in QUANTIZATION_SIDE_FILES

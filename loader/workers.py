@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from quantload.arguments import check_counts, check_type
+from quantload.arguments import as_bytes, check_counts, check_type
 
 DEFAULT_MEMORY = 1 << 30
 CPU = torch.device("cpu")
@@ -49,9 +49,9 @@ class Resources:
     device: torch.device = CPU
 
     def __post_init__(self) -> None:
-        check_counts(1, memory=self.memory)
+        object.__setattr__(self, "memory", as_bytes("memory", self.memory))
         if self.workers is not None:
-            check_counts(1, workers=self.workers)
+            object.__setattr__(self, "workers", *check_counts(1, workers=self.workers))
         hint = 'for example `torch.device("cuda")`'
         check_type("device", self.device, torch.device, expected="a `torch.device`", hint=hint)
 

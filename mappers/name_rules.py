@@ -24,12 +24,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import NoneType
+from typing import TypeVar
 
 from quantload.arguments import as_texts, check_type
 from quantload.errors import ConfigError
 from quantload.mappers.cache_scales import cache_scale_of
 
 Rule = Mapping[str, str | None]
+Replacement = str | Callable[[re.Match[str]], str]
+K = TypeVar("K")
+V = TypeVar("V")
+PatternRule = Mapping[str | re.Pattern[str], Replacement | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class NameRules:
 
     Args:
         renamings: Rules that are code.
-        regex: {pattern: replacement}, as `re.sub` takes them.
+        regex: {pattern: replacement}, as `re.sub` takes them: compiled ones and functions, too.
         substring: {text: replacement}.
         stacked: {path of the stack: paths of its members, by slot}: whole components, no leaf.
         prefix: {start: replacement}.
@@ -86,12 +91,12 @@ class NameRules:
     """
 
     renamings: Sequence[Renaming] = ()
-    regex: Rule = field(default_factory=dict)
+    regex: PatternRule = field(default_factory=dict)
     substring: Rule = field(default_factory=dict)
     stacked: Mapping[str, Sequence[str]] = field(default_factory=dict)
     prefix: Rule = field(default_factory=dict)
     suffix: Rule = field(default_factory=dict)
-    _patterns: tuple[tuple[re.Pattern[str], str | None], ...] = field(
+    _patterns: tuple[tuple[re.Pattern[str], Replacement | None], ...] = field(
         init=False, repr=False, compare=False, default=()
     )
     _members: Mapping[str, tuple[str, int]] = field(
@@ -100,7 +105,7 @@ class NameRules:
 
     def __post_init__(self) -> None:
         for stage in ("regex", "substring", "prefix", "suffix"):
-            rules: Rule = getattr(self, stage)
+            rules = getattr(self, stage)
             _check_rules(stage, rules)
             if "" in rules:
                 raise ConfigError(f"{stage} rule with an empty text, expected a part of a name")
@@ -110,7 +115,8 @@ class NameRules:
         for pattern, replacement in self.regex.items():
             try:
                 compiled.append((re.compile(pattern), replacement))
-                compiled[-1][0].sub(replacement or "", "")  # the replacement, too
+                if isinstance(replacement, str):  # is one, too
+                    compiled[-1][0].sub(replacement, "")
             except (re.error, IndexError) as error:
                 raise ConfigError(f"regex rule `{pattern}` is no pattern: {error}") from error
         object.__setattr__(self, "_patterns", tuple(compiled))
@@ -215,8 +221,11 @@ def _check_rules(stage: str, rules: object) -> None:
     check_type(stage, rules, Mapping, expected="a table of texts and replacements", hint=hint)
     assert isinstance(rules, Mapping), "checked above"
     for old, new in rules.items():
-        check_type(stage, old, str, expected="texts as keys", hint=hint)
-        check_type(f"{stage}[{old!r}]", new, (str, NoneType), expected="a text or None", hint=hint)
+        text = old.pattern if stage == "regex" and isinstance(old, re.Pattern) else old
+        check_type(stage, text, str, expected="texts as keys", hint=hint)
+        if not (stage == "regex" and callable(new)):
+            expected = "a text or None"
+            check_type(f"{stage}[{old!r}]", new, (str, NoneType), expected=expected, hint=hint)
 
 
 def _check_renamings(renamings: object) -> None:
@@ -251,7 +260,7 @@ def _members(stacked: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, int]]
     return members
 
 
-def _without_drops(rules: Rule) -> Rule:
+def _without_drops(rules: Mapping[K, V | None]) -> dict[K, V]:
     return {old: new for old, new in rules.items() if new is not None}
 
 
@@ -264,11 +273,12 @@ def _places(path: str, name: str) -> Iterator[int]:
         start = name.find(path, start + 1)
 
 
-def _text(old: str, new: str | None) -> str:
-    return f"`{old}`" if new is None else f"`{old}` by `{new}`"
+def _text(old: str, new: Replacement | None) -> str:
+    by = new if new is None or isinstance(new, str) else getattr(new, "__name__", "a function")
+    return f"`{old}`" if by is None else f"`{old}` by `{by}`"
 
 
-def _substitution(pattern: re.Pattern[str], by: str | None) -> Callable[[str], str | None]:
+def _substitution(pattern: re.Pattern[str], by: Replacement | None) -> Callable[[str], str | None]:
     def rename(name: str) -> str | None:
         if by is None:
             return None if pattern.search(name) else name

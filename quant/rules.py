@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 
-from quantload.arguments import as_texts, check_counts, check_type
+from quantload.arguments import as_texts, check_counts, check_type, plain
 from quantload.errors import ConfigError, UnusedRule, listed
 from quantload.quant.scheme import DENSE, Scheme, parse_scheme
 
@@ -151,7 +151,7 @@ class QuantConfig:
         """
         check_type("scheme", scheme, (str, Scheme, NoneType), expected=_A_SCHEME, hint=_NAMES)
         if group_size is not None:
-            check_counts(1, group_size=group_size)
+            (group_size,) = check_counts(1, group_size=group_size)
         pairs: Iterable[tuple[str, object]] = (
             rules.items()
             if isinstance(rules, Mapping)
@@ -184,9 +184,9 @@ def _rule(pattern: str, value: object) -> Rule:
         return parse_rule(pattern, value)
     if isinstance(value, Mapping):
         unknown = set(value) - {"scheme", "group_size"}
-        size = value.get("group_size")
+        size = plain(value.get("group_size"))
         scheme = value.get("scheme")
-        if not unknown and isinstance(scheme, str) and (size is None or isinstance(size, int)):
+        if not unknown and isinstance(scheme, str) and (size is None or type(size) is int):
             return parse_rule(pattern, scheme, group_size=size)
     raise ConfigError(
         f"rule `{pattern}` has the value `{value}`, expected a scheme name or "

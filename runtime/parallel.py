@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantload.arguments import check_counts, check_type
+from quantload.arguments import check_counts, check_type, plain
 from quantload.errors import ConfigError, ModelError, WorkerError
 from quantload.runtime.devices import parse_device
 
@@ -76,6 +76,7 @@ class Parallel:
             rank, size = getattr(self, f"{name}_rank"), getattr(self, f"{name}_size")
             for what, number in ((f"{name}_rank", rank), (f"{name}_size", size)):
                 check_type(what, number, Integral, expected="a whole number")
+                object.__setattr__(self, what, int(plain(number)))
             if not 0 <= rank < size:
                 raise ConfigError(
                     f"`{name}_rank` is {rank}, expected at least 0 and less than `{name}_size`, "

@@ -18,6 +18,7 @@ from quantload.errors import ConfigError, NotComparable
 from quantload.loader.formats import FORMATS
 from quantload.loader.formats.detect import REFUSED
 from quantload.loader.formats.targets import TARGETS
+from quantload.loader.manifest import MANIFEST
 from quantload.quant.scheme import PRESETS
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -239,12 +240,15 @@ def test_verify_fails_on_an_output_that_contradicts_itself(leaf, tmp_path, folde
 
 
 def test_verify_fails_on_files_that_are_cut_short(tmp_path, folder):
-    run("convert", folder, tmp_path / "out", "--scheme", "W4A16:g32", "--no-verify")
-    file = tmp_path / "out" / "model.safetensors"
+    out = tmp_path / "out"
+    run("convert", folder, out, "--scheme", "W4A16:g32", "--no-verify")
+    file = out / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    assert run("verify", tmp_path / "out", "--source", folder).exit_code == 1
+    assert run("verify", out, "--source", folder).exit_code == 1
     file.unlink()
-    assert run("verify", tmp_path / "out", "--source", folder).exit_code == 2
+    assert run("verify", out, "--source", folder).exit_code == 1  # `convert` wrote it
+    (out / MANIFEST).unlink()
+    assert run("verify", out, "--source", folder).exit_code == 2
     assert run("verify", tmp_path / "nothing", "--source", folder).exit_code == 2
 
 

@@ -9,7 +9,7 @@ from converting import opened
 from safetensors.torch import load_file, save_file
 
 import quantload
-from quantload.errors import CheckpointError
+from quantload.errors import SourceNotFound, UnknownFormat, UnsupportedVariant
 from quantload.loader.manifest import MANIFEST
 from quantload.loader.plan import PlanOptions
 
@@ -64,18 +64,48 @@ def test_a_searched_output_is_not_held_to_the_nearest(folder, tmp_path):
     assert report.notes == ()
 
 
-def test_a_manifest_that_is_not_sound_is_an_error(folder, tmp_path):
+@pytest.mark.parametrize("content", ["{", "[]", "", '{"quantload_manifest": 1}'])
+def test_a_manifest_that_is_not_sound_fails(folder, tmp_path, content):
     output = written(folder, tmp_path / "out")
-    (output / MANIFEST).write_text("{")
+    (output / MANIFEST).write_text(content)
     assert opened(output).is_quantized
-    with pytest.raises(CheckpointError, match="is damaged"):
-        quantload.verify(output, folder)
+    report = quantload.verify(output, folder)
+    assert len(report.layers) == len(opened(output).weights)
+    assert len(report.failures()) == 1
+    assert MANIFEST in report.failures()[0]
 
 
-def test_a_manifest_without_its_options_is_an_error(folder, tmp_path):
+def test_a_manifest_without_its_options_fails(folder, tmp_path):
     output = written(folder, tmp_path / "out")
     content = json.loads((output / MANIFEST).read_text())
     content["decision"] = content.pop("decisions")
     (output / MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="holds no `decisions` with `options`"):
+    (failure,) = quantload.verify(output, folder).failures()
+    assert "holds no `decisions` with `options`" in failure
+
+
+def changed(output, **fields):
+    content = json.loads((output / "config.json").read_text())
+    content["quantization_config"].update(fields)
+    (output / "config.json").write_text(json.dumps(content))
+
+
+DAMAGE = {
+    "no weights": lambda out: (out / WEIGHTS).unlink(),
+    "other name": lambda out: (out / WEIGHTS).rename(out / "consolidated.safetensors"),
+    "method": lambda out: changed(out, quant_method="unheard-of"),
+    "sparsity": lambda out: changed(out, sparsity_config={"format": "sparse-24-bitmask"}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_was_written_fails_where_it_cannot_be_read(folder, tmp_path, damage):
+    """Of what another tool wrote nobody knows whether it is damaged, or in an unread format."""
+    output = written(folder, tmp_path / "out")
+    DAMAGE[damage](output)
+    report = quantload.verify(output, folder)
+    assert not report.passed
+    assert report.layers == ()
+    (output / MANIFEST).unlink()
+    with pytest.raises((SourceNotFound, UnknownFormat, UnsupportedVariant)):
         quantload.verify(output, folder)

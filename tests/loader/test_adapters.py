@@ -74,3 +74,19 @@ def test_an_adapter_alone_is_refused(config, tmp_path):
         quantload.inspect(with_adapter(tmp_path / "adapter", config))
     assert ("of `someone/base`" in e.value.message) == (config is not None)
     assert "merge_and_unload" in e.value.hint
+
+
+def test_an_adapter_beside_other_weights(tmp_path):
+    folder = with_adapter(tmp_path / "adapter")
+    tiny.save_file({"x": torch.zeros(1)}, folder / "consolidated.safetensors")
+    (folder / "adapter_modelling.py").write_text("")
+    with pytest.raises(UnknownFormat, match=r"beside `consolidated.safetensors`") as e:
+        quantload.inspect(folder)
+    assert "adapter_modelling" not in e.value.message
+
+
+@pytest.mark.parametrize("name", ["adapter_modelling.py", "adapter_model.md"])
+def test_code_is_no_adapter(name, tmp_path):
+    folder = tiny.llama(tmp_path / "model", layers=1)
+    (folder / name).write_text("")
+    assert not quantload.inspect(folder).warnings

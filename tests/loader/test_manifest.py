@@ -137,6 +137,22 @@ def test_sizes_missing_and_extra(output):
     )
 
 
+def test_git_attributes_of_the_source(tmp_path):
+    """Without the manifest's word nobody would see them change, and `--push` would leave them."""
+    folder = tiny.llama(tmp_path / "source", layers=1)
+    (folder / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    (folder / ".env").write_text("secret")
+    output = converted(folder, tmp_path / "out", "W8A8")
+    assert ".gitattributes" in read_manifest(output)["files"]
+    assert ".env" not in read_manifest(output)["files"]
+    assert problems(output) == ()
+    (output / ".gitattributes").write_text("*.safetensors filter=own\n")
+    (problem,) = problems(output)
+    assert problem.startswith("`.gitattributes` has changed")
+    (output / ".gitattributes").unlink()
+    assert problems(output) == ("`.gitattributes` is missing",)
+
+
 def test_a_link_to_the_bytes_is_the_file(output, tmp_path):
     (output / WEIGHTS).rename(tmp_path / "blob")
     (output / WEIGHTS).symlink_to(tmp_path / "blob")

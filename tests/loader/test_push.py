@@ -77,6 +77,13 @@ def test_everything_arrives(hub, output):
     assert hub.count("^PUT /lfs/") == len(hub.repositories[REPO].large) >= 1
 
 
+def test_git_attributes_of_the_source_arrive(hub, tmp_path):
+    folder = tiny.llama(tmp_path / "source", layers=1)
+    (folder / ".gitattributes").write_text("*.bin filter=lfs\n")
+    push_folder(converted(folder, tmp_path / "out", "W8A8"), REPO)
+    assert hub.repositories[REPO].files[".gitattributes"] == b"*.bin filter=lfs\n"
+
+
 def test_a_private_repository(hub, output):
     push_folder(output, REPO, private=True)
     assert hub.repositories[REPO].private
