@@ -19,6 +19,7 @@ token or group NaN.
 
 To `torch.compile` a rounding is one operation: a compiler that keeps what is between two steps in
 float32 finds other scales, and other codes, than the format's own steps in the input's dtype do.
+`fake_quantize_columns` is not, since it talks to other processes between its steps.
 """
 
 from __future__ import annotations

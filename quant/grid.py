@@ -16,6 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from quantload.errors import ConfigError
+
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M3_MAGNITUDES = (
     *(mantissa / 8 for mantissa in range(8)),
@@ -159,13 +161,19 @@ def table_grid(name: str, table: tuple[float, ...]) -> Grid:
 
 
 def grid_named(name: str) -> Grid:
-    """Return the grid with a name of this module's list; tables have names of their own."""
+    """Return the grid with a name of this module's list.
+
+    Raises:
+        ConfigError: There is none, as of a table, whose name says nothing of its values.
+    """
     for grid in (E4M3, E5M2, E2M1, E2M3, E3M2):
         if name == grid.name:
             return grid
-    kind = name.rstrip("0123456789")
-    bits = int(name.removeprefix(kind))
-    return int_grid(bits) if kind == "int" else uint_grid(bits)
+    for kind, make in (("uint", uint_grid), ("int", int_grid)):
+        bits = name.removeprefix(kind)
+        if bits != name and bits in tuple("2345678"):
+            return make(int(bits))
+    raise ConfigError(f"no grid has the name `{name}` alone, expected one such as `int4` or `e4m3`")
 
 
 E4M3 = Grid("e4m3", 8, -448.0, 448.0, torch.float8_e4m3fn)

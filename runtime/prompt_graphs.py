@@ -94,7 +94,10 @@ class PromptGraphs:
 
 @contextmanager
 def _as_if_captured() -> Iterator[None]:
-    """Let what asks torch whether the stream is captured hear that it is."""
+    """Let what asks torch whether the stream is captured hear that it is.
+
+    transformers asks while it makes masks. Another thread that asks meanwhile hears it as well.
+    """
     asked = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: True
     try:

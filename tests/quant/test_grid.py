@@ -6,6 +6,7 @@ import pytest
 import torch
 from oracles import as_numpy, e2m1_values, e4m3_values, e5m2_values, nearest_codes, same_bits
 
+from quantload.errors import ConfigError
 from quantload.quant.grid import (
     E2M1,
     E2M3,
@@ -187,6 +188,14 @@ def test_kinds_of_grids():
 )
 def test_grids_by_name(grid):
     assert grid_named(grid.name) == grid
+
+
+@pytest.mark.parametrize(
+    "name", ["nf4", "fp4", "int", "uint", "int9", "int45", "sint4", "e4m3fn", ""]
+)
+def test_no_grid_has_such_a_name(name):
+    with pytest.raises(ConfigError, match=f"`{name}` alone"):
+        grid_named(name)
 
 
 @pytest.mark.gpu
