@@ -24,7 +24,8 @@ Product = Callable[..., Tensor]
 # -- the libraries ---------------------------------------------------------------------------------
 
 
-def _folder() -> Path:
+def folder() -> Path:
+    """Return where vLLM's libraries are."""
     if given := os.environ.get("VLLM_FOLDER"):
         return Path(given)
     found = importlib.util.find_spec("vllm")
@@ -36,7 +37,7 @@ def _folder() -> Path:
 @cache
 def ops() -> Any:
     """Return the operators of vLLM's main library."""
-    torch.ops.load_library(str(_folder() / "_C_stable_libtorch.abi3.so"))
+    torch.ops.load_library(str(folder() / "_C_stable_libtorch.abi3.so"))
     return torch.ops._C
 
 
@@ -44,7 +45,7 @@ def ops() -> Any:
 def flash() -> Any:
     """Return the operators of vLLM's FlashAttention 3; None where the library does not load."""
     try:
-        torch.ops.load_library(str(_folder() / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so"))
+        torch.ops.load_library(str(folder() / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so"))
     except OSError as error:
         print(f"attention by torch: {str(error)[:300]}", flush=True)
         return None
@@ -52,15 +53,15 @@ def flash() -> Any:
 
 
 @cache
-def signed_nibbles() -> int:
-    """Return the id of 4-bit codes that stand for code - 8."""
-    path = _folder() / "scalar_type.py"
+def code_type(name: str) -> int:
+    """Return the id of a type of codes, such as `uint4b8`: 4-bit codes that stand for code - 8."""
+    path = folder() / "scalar_type.py"
     spec = importlib.util.spec_from_file_location("vllm_scalar_type", path)
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return int(module.scalar_types.uint4b8.id)
+    return int(getattr(module.scalar_types, name).id)
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ def _marlin(weight: QuantTensor, locks: Tensor) -> Product:
     packed = ops().gptq_marlin_repack(_words(weight).contiguous(), k, n, 4, False)
     order = [i + 8 * j for i in range(8) for j in range(8)]
     scales = weight.scale.T.reshape(-1, 64)[:, order].reshape(-1, n).contiguous()
-    kind = signed_nibbles()
+    kind = code_type("uint4b8")
 
     def product(x: Tensor) -> Tensor:
         result: Tensor = ops().marlin_gemm(
@@ -91,7 +92,7 @@ def _marlin(weight: QuantTensor, locks: Tensor) -> Product:
 
 
 def _machete(weight: QuantTensor, locks: Tensor) -> Product:
-    kind, dtype = signed_nibbles(), torch.bfloat16
+    kind, dtype = code_type("uint4b8"), torch.bfloat16
     packed = ops().machete_prepack_B(_words(weight).T.contiguous().T, dtype, kind, dtype)
     scales = weight.scale.T.contiguous()
     group = weight.block[1]
@@ -124,4 +125,4 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-__all__ = ["PRODUCTS", "Product", "flash", "ops", "processors", "signed_nibbles"]
+__all__ = ["PRODUCTS", "Product", "code_type", "flash", "folder", "ops", "processors"]
