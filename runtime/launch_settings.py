@@ -14,8 +14,9 @@ package, and one of the same name in the user's cache folder, which `quantload t
 which wins, entry by entry.
 
 The settings of the fewest measured tokens that hold the asked-for ones serve, if they are at most
-twice as many, or at most 8, the least that a tensor core takes at once. What was not measured has
-no settings, and the kernel's rule decides: so an unknown card or shape is slower at worst.
+twice as many, or at most 8, the least that a tensor core takes at once. Where those tokens have a
+time and no settings, the kernel's rule was not beaten, and serves. What was not measured has no
+settings, and the rule decides, too: so an unknown card or shape is slower at worst.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quantload.errors import ConfigError
+from quantload.runtime.launch_settings_text import installed_version, table_text
 
 __all__ = [
     "CardLimits",
@@ -51,7 +53,7 @@ __all__ = [
 
 Settings = Mapping[str, int]
 _ByTokens = dict[str, dict[str, dict[int, Any]]]  # kernel -> NxK -> tokens -> settings or us
-_Entries = tuple[tuple[int, tuple[tuple[str, int], ...]], ...]
+_Entries = tuple[tuple[int, tuple[tuple[str, int], ...] | None], ...]
 _AT_ONCE = 8  # tokens: a product of fewer is as large
 
 
@@ -95,13 +97,21 @@ class Table:
         self.us.setdefault(kernel, {}).setdefault(shape, {})[tokens] = round(us, 3)
 
     def updated(self, other: Table) -> Table:
-        """Return this table with the entries of another one in the place of its own."""
+        """Return this table with the entries of another one in the place of its own.
+
+        Where the other one has a time and no settings, its rule takes the place of settings.
+        """
         merged = Table(self.card, other.limits or self.limits)
         for table in (self, other):
             for part, into in ((table.kernels, merged.kernels), (table.us, merged.us)):
                 for kernel, shapes in part.items():
                     for shape, entries in shapes.items():
                         into.setdefault(kernel, {}).setdefault(shape, {}).update(entries)
+        for kernel, shapes in other.us.items():
+            for shape, times in shapes.items():
+                settings = merged.kernels.get(kernel, {}).get(shape, {})
+                for tokens in times.keys() - other.kernels.get(kernel, {}).get(shape, {}).keys():
+                    settings.pop(tokens, None)
         return merged
 
     def as_text(self) -> str:
@@ -112,11 +122,11 @@ class Table:
         head: dict[str, Any] = {
             "card": self.card,
             "torch": torch.__version__,
-            "triton": _installed("triton"),
+            "triton": installed_version("triton"),
         }
         if limits is not None:
             head["limits"] = limits
-        return _compact({**head, "kernels": self.kernels, "us": self.us})
+        return table_text({**head, "kernels": self.kernels, "us": self.us})
 
 
 def find(kernel: str, device: torch.device, *, m: int, n: int, k: int) -> Settings | None:
@@ -327,15 +337,21 @@ def _measured_for_compiler(index: int | None, kernel: str, n: int, k: int) -> _E
 
 
 def _measured(card: str, kernel: str, n: int, k: int) -> _Entries:
-    """(tokens, settings) of a shape, in order of tokens."""
-    measured = _table(card).kernels.get(kernel, {}).get(f"{n}x{k}", {})
-    return tuple((tokens, tuple(measured[tokens].items())) for tokens in sorted(measured))
+    """(tokens, settings) of a shape, in order of tokens; None where the rule was the best."""
+    shape, table = f"{n}x{k}", _table(card)
+    measured = table.kernels.get(kernel, {}).get(shape, {})
+    timed = table.us.get(kernel, {}).get(shape, {})
+    return tuple(
+        (tokens, tuple(measured[tokens].items()) if tokens in measured else None)
+        for tokens in sorted(measured.keys() | timed.keys())
+    )
 
 
 def _first(entries: _Entries, m: int) -> Settings | None:
     for tokens, settings in entries:
         if m <= tokens:
-            return dict(settings) if tokens <= max(2 * m, _AT_ONCE) else None
+            is_near = tokens <= max(2 * m, _AT_ONCE)
+            return dict(settings) if settings is not None and is_near else None
     return None
 
 
@@ -363,33 +379,3 @@ def _card_of(index: int) -> str:
 
 def _file_name(card: str) -> str:
     return "".join(c if c.isalnum() or c in "-." else "_" for c in card)
-
-
-# -- writing ---------------------------------------------------------------------------------------
-
-
-def _installed(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "?"
-
-
-def _compact(table: Mapping[str, Any]) -> str:
-    """Return JSON with one line for each kernel and shape."""
-    lines = []
-    for name, value in table.items():
-        if name in ("kernels", "us"):
-            kernels = []
-            for kernel, shapes in sorted(value.items()):
-                of_shapes = [
-                    f"   {json.dumps(shape)}: "
-                    + json.dumps({str(t): shapes[shape][t] for t in sorted(shapes[shape])})
-                    for shape in sorted(shapes)
-                ]
-                kernels.append(f"  {json.dumps(kernel)}: {{\n" + ",\n".join(of_shapes) + "}")
-            body = "{\n" + ",\n".join(kernels) + "}" if kernels else "{}"
-            lines.append(f" {json.dumps(name)}: {body}")
-        else:
-            lines.append(f" {json.dumps(name)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(lines) + "}\n"

@@ -286,6 +286,8 @@ def _candidates(kernel: str, m: int, n: int, k: int) -> Iterator[Settings]:
     if name == "rounded":  # its kernels differ by what codes are, and by what shares a scale
         group = int(special[1].removeprefix("g")) if len(special) > 1 else 0
         yield from family.candidates(m, n, k, floats=special[0] != "int8", group=group)
+    elif name == "byte":
+        yield from family.candidates(m, n, k, grouped=special[-1] == "groups")
     else:
         yield from family.candidates(m, n, k)
 

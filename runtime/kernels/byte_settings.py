@@ -82,12 +82,15 @@ def _shared_bytes(rows: int, tokens: int, step: int, stages: int) -> int:
     return 2 * step * (rows + 2 * tokens) * stages
 
 
-def candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
-    """Yield settings worth measuring on the card that is here, for slices of 64 columns."""
+def candidates(m: int, n: int, k: int, *, grouped: bool) -> Iterator[dict[str, int]]:
+    """Yield settings worth measuring on the card that is here.
+
+    Slices of a weight with a scale for each 128 columns have 64, of one with a scale a row 128.
+    """
     if m >= 128:
         yield {"dequantize": 1}
     if card(torch.device("cuda"))[2]:
-        yield from hopper_candidates(m, n, k, 64, 2)
+        yield from hopper_candidates(m, n, k, 64 if grouped else 128, 2)
     else:
         yield from _candidates(m, n, k)
 

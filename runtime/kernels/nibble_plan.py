@@ -286,25 +286,42 @@ def _for_few(m: int, n: int, k: int) -> Iterator[Plan]:
                     prefetch=prefetch,
                 )  # fmt: skip
         for rows, warps, stages, tma in (
-            (32, 2, 3, False), (32, 1, 3, True), (64, 2, 5, False), (64, 4, 3, False),
-            (64, 4, 5, True), (128, 4, 3, True), (128, 4, 5, True),
+            (32, 2, 3, False), (32, 1, 3, True), (64, 2, 3, False), (64, 2, 5, False),
+            (64, 4, 3, False), (64, 4, 5, False), (64, 4, 5, True), (128, 4, 3, True),
+            (128, 4, 4, False), (128, 4, 5, True),
         ):  # fmt: skip
             for splits in _some_splits(-(-n // rows), k // 256, warps):
                 yield Plan(
                     "decode", rows=rows, tokens=tokens, splits=splits, stages=stages, warps=warps,
                     tma=tma,
                 )  # fmt: skip
+                if splits == 1 and warps == 2:  # small programs, many of them
+                    yield Plan(
+                        "decode", rows=rows, tokens=tokens, stages=stages, warps=warps, prefetch=4
+                    )  # fmt: skip
 
 
 def _for_tens(m: int, n: int, k: int) -> Iterator[Plan]:
-    tokens = 32 if m <= 32 else 64
-    for rows, warps, stages in ((64, 4, 3), (128, 8, 3), (64, 4, 4)):
-        for splits in _some_splits(-(-n // rows), k // 512, warps):
+    """Up to 64 tokens; tiles of the copy engine hold 64 at least where they overlap."""
+    tokens, most = 32 if m <= 32 else 64, k // 512
+    for rows, warps, stages in ((64, 4, 3), (128, 8, 3), (64, 4, 4), (128, 4, 3), (128, 4, 4)):
+        for splits in _some_splits(-(-n // rows), most, warps):
             yield Plan(
                 "decode", rows=rows, tokens=tokens, splits=splits, stages=stages, warps=warps
             )
-    for splits in _some_splits(-(-n // 128), k // 512, 4):
-        yield Plan("mid", rows=128, tokens=64, splits=splits, stages=4, after=False)
+    for rows, stages, step in ((128, 4, 32), (64, 4, 32), (64, 3, 64)):
+        for splits in _some_splits(-(-n // rows), most, 4):
+            yield Plan(
+                "mid", rows=rows, tokens=tokens, splits=splits, stages=stages, step=step,
+                after=False,
+            )  # fmt: skip
+    # two programs of four warps to a processor, or one of eight; steps shared out or not
+    for warps, stages, step in ((4, 4, 32), (8, 4, 32), (8, 3, 64)):
+        for shared in (0, 1, 2) if warps == 4 else (0, 1):
+            yield Plan(
+                "overlap", rows=128, tokens=tokens, stages=stages, warps=warps, step=step,
+                shared=shared,
+            )  # fmt: skip
 
 
 def _for_many(m: int, n: int) -> Iterator[Plan]:
@@ -318,8 +335,14 @@ def _for_many(m: int, n: int) -> Iterator[Plan]:
                 "mid", rows=rows, tokens=tokens, splits=splits, stages=stages, warps=warps,
                 step=step, after=False, swizzle=8,
             )  # fmt: skip
-    for tokens, stages, step in ((128, 2, 64), (128, 4, 32), (64, 4, 32)):
-        yield Plan("overlap", rows=128, tokens=tokens, stages=stages, warps=8, step=step, swizzle=8)
+    for tokens, stages, step in (
+        (128, 2, 64), (128, 4, 32), (64, 4, 32), (64, 3, 64), (256, 2, 32), (256, 3, 32),
+    ):  # fmt: skip
+        for shared in (0, 1) if tokens < 2 * m else ():
+            yield Plan(
+                "overlap", rows=128, tokens=tokens, stages=stages, warps=8, step=step, swizzle=8,
+                shared=shared,
+            )  # fmt: skip
 
 
 def _some_splits(tiles: int, most: int, warps: int) -> list[int]:

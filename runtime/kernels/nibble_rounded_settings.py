@@ -73,11 +73,11 @@ def rule(
 
 
 def candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
-    """Yield settings worth measuring on the card that is here, for slices of 64 columns."""
+    """Yield settings worth measuring on the card that is here, for slices of 128 columns."""
     if m >= 128:
         yield {"dequantize": 1}
     if card(torch.device("cuda"))[2]:
-        yield from hopper_candidates(m, n, k, 64, 1)
+        yield from hopper_candidates(m, n, k, 128, 1)
     else:
         yield from _candidates(m, n, k)
 

@@ -97,9 +97,13 @@ def hopper_candidates(
     names = ("rows", "tokens", "warps", "stages", "splits", "columns")
     blocks, seen = -(-k // (2 * columns)), set()
     sizes = {_tokens(m), 64, 128} if m > 64 else {_tokens(m)}
+    if m > 128:
+        sizes.add(256)
     widths = {columns, min(columns, 64), 32} if m > 64 else {columns, min(columns, 64)}
-    shapes = ((64, 4), (128, 4), (128, 8)) if m > 64 else ((64, 4), (128, 4))
+    shapes = ((64, 4), (128, 4), (128, 8), (256, 8)) if m > 64 else ((64, 4), (128, 4))
     for tokens, (rows, warps), width in product(sorted(sizes), shapes, sorted(widths)):
+        if rows * tokens > 128 * 32 * warps:  # sums that a thread holds: 128
+            continue
         tiles = -(-n // rows) * -(-m // tokens)
         for stages, load in product((2, 3, 4, 6, 8), (1, 2, 3, 4, 6)):
             splits = max(1, min(blocks // 2, 16, round(132 * load / tiles)))

@@ -223,6 +223,8 @@ def candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> Iterator[
         yield from _narrow_candidates(m, n, k, floats=floats, group=group)
     if m > 64:
         yield from _wide_candidates(m, floats=floats, group=group)
+    elif floats and m > 16 and not group:
+        yield {"library": 1}
 
 
 def _fused_candidates(m: int, n: int, k: int) -> Iterator[Settings]:
@@ -240,6 +242,8 @@ def _narrow_candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> I
     bm, exact = max(8, triton.next_power_of_2(m)), int(floats)
     tiles: tuple[tuple[int, int, int], ...] = (
         (64, 256, 4), (64, 256, 6), (64, 512, 2), (128, 256, 3), (128, 128, 6), (64, 128, 8),
+        # two or three programs to a processor, and one of many rows
+        (64, 256, 3), (64, 128, 6), (64, 128, 4), (128, 128, 4), (256, 128, 4),
     )  # fmt: skip
     if group:
         tiles = ((64, 128, 8), (64, 128, 6), (128, 128, 6), (128, 128, 4))
@@ -248,15 +252,16 @@ def _narrow_candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> I
         for swap, height in ((1, bm), (1, bm // 2), (0, 64)) if m > 32 else ((1, bm),):
             if not swap and not group:
                 continue
+            warps = 8 if bn > 128 else 4
             waves = (1, 2, 4) if m <= 32 else (1, 2)
             programs = triton.cdiv(n, bn) * triton.cdiv(m, height)
             steps = triton.cdiv(k, bk)
             for splits in sorted(
                 {max(1, min(round(132 * wave / programs), steps // 2)) for wave in waves}
             ):
-                found = {"bn": bn, "bm": height, "bk": bk, "stages": stages, "warps": 4,
+                found = {"bn": bn, "bm": height, "bk": bk, "stages": stages, "warps": warps,
                          "splits": splits, "swap": swap, "exact": exact, "band": 1}  # fmt: skip
-                if _bytes(found) <= _SHARED and bn * height <= 64 * 128:
+                if _bytes(found) <= _SHARED and bn * height <= 64 * 32 * warps:
                     yield found
 
 
@@ -273,7 +278,9 @@ def _wide_candidates(m: int, *, floats: bool, group: int) -> Iterator[Settings]:
     if group:
         yield _tile(128, 128, 128, 4, exact=1, swap=0, warps=8, band=8)
         return
-    for bn, bm, warps, stages in ((128, 128, 4, 4), (128, 256, 8, 3), (64, 128, 4, 4)):
+    for bn, bm, warps, stages in (
+        (128, 128, 4, 4), (128, 256, 8, 3), (64, 128, 4, 4), (256, 128, 8, 4), (128, 128, 8, 6),
+    ):  # fmt: skip
         if bm <= m:
             yield {"bn": bn, "bm": bm, "bk": 128, "stages": stages, "warps": warps,
                    "splits": 1, "swap": 1, "exact": 0, "band": 8}  # fmt: skip

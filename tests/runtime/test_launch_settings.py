@@ -48,6 +48,19 @@ def test_the_fewest_measured_tokens_that_hold_the_asked_for_ones_serve(own_table
     assert launch_settings.find("some kernel", torch.device("cpu"), m=4, n=64, k=128) is None
 
 
+def test_where_the_rule_was_not_beaten_it_serves(own_table):
+    own_table.write_text(table({"8": {"rows": 8}, "64": {"rows": 64}}, us={"4": 5.0, "32": 7.0}))
+    assert [find(m) for m in (1, 4, 17, 32)] == [None] * 4, "settings of 8 or 64 tokens are no rule"
+    assert [find(m)["rows"] for m in (5, 8, 33, 64)] == [8, 8, 64, 64]
+
+
+def test_the_rule_may_win_over_packaged_settings():
+    packaged = parse_table(table({"8": {"rows": 2}, "16": {"rows": 3}}), where="packaged")
+    own = parse_table(table({}, us={"8": 5.0}), where="own")
+    assert packaged.updated(own).kernels["some kernel"]["64x128"] == {16: {"rows": 3}}
+    assert packaged.kernels["some kernel"]["64x128"][8] == {"rows": 2}, "it is left as it was"
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_finds_the_same(dynamic, own_table):
     """No cached function is traced: the compiler would warn of it, which is an error here."""

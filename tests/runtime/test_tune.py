@@ -154,6 +154,26 @@ def test_every_family_has_settings_to_try(kernel, m, monkeypatch, kernel_device)
     assert len({tuple(sorted(one.items())) for one in found}) == len(found), "tried twice"
 
 
+@pytest.mark.parametrize(
+    ("kernel", "m", "n", "k", "settings"),
+    [
+        ("nibble int g128", 8, 28672, 4096, {"tokens": 8, "stages": 5, "warps": 2, "prefetch": 4}),
+        ("nibble int g128", 16, 28672, 4096, {"stages": 5}),
+        ("nibble int g128", 8, 8192, 28672, {"tokens": 8, "splits": 8, "warps": 2}),
+        ("byte e4m3 channel", 1, 6144, 4096, {"columns": 128, "stages": 3, "rows": 64}),
+        ("pairs int groups", 64, 6144, 4096, {"columns": 128, "stages": 4, "splits": 1}),
+        ("rounded e4m3", 64, 28672, 4096, {"library": 1}),
+        ("rounded int8", 64, 28672, 4096, {"bn": 64, "bk": 256, "stages": 3}),
+    ],
+)
+def test_what_won_is_among_what_is_tried(kernel, m, n, k, settings, monkeypatch, kernel_device):
+    monkeypatch.setattr(tune.importlib, "import_module", import_module)
+    monkeypatch.setattr(tune, "FAMILIES", FAMILIES)
+    with contextlib.nullcontext() if torch.cuda.is_available() else pretended_card(90):
+        found = list(tune._candidates(kernel, m, n, k))
+    assert any(settings.items() <= one.items() for one in found)
+
+
 @pytest.mark.gpu
 def test_settings_are_compiled_in_other_processes(monkeypatch, tmp_path):
     monkeypatch.undo()  # the real families
