@@ -245,10 +245,12 @@ def test_fixed_scales(grid, zero, kernel_device) -> None:
     on_device = None if place is None else place.to(kernel_device)
     module = StaticCodes(inner, static, scale.to(kernel_device), on_device)
     x = torch.randn(2, 3, 144, generator=torch.Generator().manual_seed(0)) * 2
-    exact = fake_quantize_static(x, grid, scale, place).double() @ weight_values(weight).T
+    rounded = fake_quantize_static(x, grid, scale, place).double()
+    exact, size = rounded @ weight_values(weight).T, rounded.abs() @ weight_values(weight).abs().T
     y = module(x.to(kernel_device)).cpu()
     assert y.shape == (2, 3, 40)
-    assert torch.allclose(y.double(), exact, rtol=1e-5, atol=2e-4)
+    on_card = kernel_device.type == "cuda"  # the tensor core adds FP8 products with 14 bits
+    check(y, exact, size, sums=2.0**-12 if on_card and grid is E4M3 else 2.0**-20)
     assert torch.allclose(module.weight_values(F32).cpu().double(), weight_values(weight))
 
 
