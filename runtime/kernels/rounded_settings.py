@@ -279,8 +279,9 @@ def _wide_candidates(m: int, *, floats: bool, group: int) -> Iterator[Settings]:
         yield _tile(128, 128, 128, 4, exact=1, swap=0, warps=8, band=8)
         return
     for bn, bm, warps, stages in (
-        (128, 128, 4, 4), (128, 256, 8, 3), (64, 128, 4, 4), (256, 128, 8, 4), (128, 128, 8, 6),
+        (128, 128, 4, 4), (128, 256, 8, 3), (64, 128, 4, 4), (256, 128, 8, 3), (128, 128, 8, 6),
     ):  # fmt: skip
-        if bm <= m:
-            yield {"bn": bn, "bm": bm, "bk": 128, "stages": stages, "warps": warps,
-                   "splits": 1, "swap": 1, "exact": 0, "band": 8}  # fmt: skip
+        found = {"bn": bn, "bm": bm, "bk": 128, "stages": stages, "warps": warps,
+                 "splits": 1, "swap": 1, "exact": 0, "band": 8}  # fmt: skip
+        if bm <= m and _bytes(found) <= _SHARED:
+            yield found
