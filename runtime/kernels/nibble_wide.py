@@ -98,13 +98,16 @@ def _fetch(
 
 @gluon.constexpr_function
 def _text(form, slot):
-    """Return PTX that makes two values: of words $1, with factors $2 and summands $3."""
+    """Return PTX that makes two values of two words $1, with a factor $2 and a summand $4.
+
+    Both are pairs already, and come once for each of the two: as $3 and $5 again.
+    """
     moved = ("shl.b32 t, $1, 4;", "mov.b32 t, $1;", "shr.u32 t, $1, 4;", "shr.u32 t, $1, 8;")
     code = "{ .reg .b32 t, one; " + moved[slot] + " and.b32 t, t, 0x00f000f0; "
     if form == "zero":
-        code += "mov.b32 one, 0x3f803f80; fma.rn.bf16x2 t, t, one, $3; mul.rn.bf16x2 $0, t, $2; }"
+        code += "mov.b32 one, 0x3f803f80; fma.rn.bf16x2 t, t, one, $4; mul.rn.bf16x2 $0, t, $2; }"
         return code
-    return code + "fma.rn.bf16x2 $0, t, $2, $3; }"
+    return code + "fma.rn.bf16x2 $0, t, $2, $4; }"
 
 
 @gluon.constexpr_function
