@@ -38,9 +38,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quantload.runtime.kernels.nibble_overlap import _layout_of_loads, _values, described
+from quantload.runtime.kernels.nibble_overlap import described, layout_of_loads, unpacked_values
 from quantload.runtime.kernels.nibble_weight import NibbleWeight
-from quantload.runtime.kernels.rounded_wide import _steps_of, _summed, _tiles_of
+from quantload.runtime.kernels.rounded_wide import steps_of, summed, tiles_of
 from quantload.runtime.kernels.split_locks import split_locks
 
 __all__ = ["launch_wide", "wide_kernel"]
@@ -71,10 +71,10 @@ def _fetch(
     SIZE: gl.constexpr = 2 * wd.block_type.nbytes + 4 * xd.block_type.nbytes
     parts: gl.constexpr = C // STEP
     done = 0
-    lowest, highest, stride, begin, end = _tiles_of(steps, tiles, SHARED)
+    lowest, highest, stride, begin, end = tiles_of(steps, tiles, SHARED)
     for tile in range(lowest, highest, stride):
         pn, pm = _place(tile, tiles_n, tiles_m, TILES)
-        first, stop = _steps_of(tile, begin, end, steps, SHARED)
+        first, stop = steps_of(tile, begin, end, steps, SHARED)
         for step in range(first, stop):
             place = done % STAGES
             block = step // parts
@@ -166,7 +166,7 @@ def _unpacked(
 ):  # fmt: skip
     """Unpack a slot of a tile of words into values times scales."""
     if FORM == "fp4_16":
-        return _values(words, meets, SLOT, FORM, STEP, values)
+        return unpacked_values(words, meets, SLOT, FORM, STEP, values)
     else:
         factor = _pairs(meets[0], SLOT >= 2, "factor")
         if FORM == "zero":
@@ -232,14 +232,14 @@ def _multiply(
     )
     values: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=2)
     of_row: gl.constexpr = gl.SliceLayout(1, values)
-    of_group: gl.constexpr = _layout_of_loads(R, STEP // 16, 4)
+    of_group: gl.constexpr = layout_of_loads(R, STEP // 16, 4)
     parts: gl.constexpr = C // STEP
     nothing = gl.full([R, BM], 0.0, gl.float32, layout=sums)
     done = 0
-    lowest, highest, stride, begin, end = _tiles_of(steps, tiles, SHARED)
+    lowest, highest, stride, begin, end = tiles_of(steps, tiles, SHARED)
     for tile in range(lowest, highest, stride):
         pn, pm = _place(tile, tiles_n, tiles_m, TILES)
-        first, stop = _steps_of(tile, begin, end, steps, SHARED)
+        first, stop = steps_of(tile, begin, end, steps, SHARED)
         n_start = (2 * pn + INDEX) * R
         rows = gl.minimum(n_start + gl.arange(0, R, layout=of_row), N - 1)
         group_rows = gl.arange(0, R, layout=gl.SliceLayout(1, of_group))
@@ -273,7 +273,7 @@ def _multiply(
             m0, m1, m2, m3 = n0, n1, n2, n3
             done += 1
         if SHARED:
-            acc, is_last = _summed(acc, partial, locks, tile, begin, steps, tiles, INDEX)
+            acc, is_last = summed(acc, partial, locks, tile, begin, steps, tiles, INDEX)
             if is_last:
                 _finish(acc, outer, bias, out, n_start, pm * BM, M, N, FORM)
         else:
