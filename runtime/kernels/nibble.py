@@ -159,7 +159,11 @@ def _served(
         return fitted(by_rule(tokens, _shape(weight), card_of(device), plain=True), weight)
     if plan.path == "overlap" and not overlaps(weight):
         plan = replace(plan, path="mid", after=False)
-    if plan.path in ("mid", "overlap") and not is_aligned:
+    if plan.path == "wide" and not overlaps(weight):
+        plan = Plan(
+            "mid", rows=128, tokens=128, warps=8, stages=3, step=64, after=False, swizzle=8
+        )  # fmt: skip
+    if plan.path in ("mid", "overlap", "wide") and not is_aligned:
         return fitted(without_copy_engine(tokens, _shape(weight), card_of(device)), weight)
     return plan
 
@@ -286,6 +290,12 @@ def _overlap(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, o
     )  # fmt: skip
 
 
+def _wide(x: Tensor, weight: NibbleWeight, bias: Tensor | None, plan: Plan, out: Tensor) -> None:
+    from quantload.runtime.kernels.nibble_wide import launch_wide
+
+    launch_wide(x, weight, bias, out, plan, early=plan.early and launches_early(x.device))
+
+
 def _described(tensor: Tensor, tile: list[int]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -298,6 +308,7 @@ _LAUNCHES = {
     "parallel": _parallel,
     "mid": _mid,
     "overlap": _overlap,
+    "wide": _wide,
 }
 
 

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["described", "overlap_kernel"]
+__all__ = ["described", "layout_of_loads", "overlap_kernel", "unpacked_values"]
 
 
 def described(tensor: Tensor, tile: list[int]) -> TensorDescriptor:
@@ -84,7 +84,7 @@ def _layout_of_values(rows, groups, warps):
 
 
 @gluon.constexpr_function
-def _layout_of_loads(rows, groups, warps):
+def layout_of_loads(rows, groups, warps):
     """Layout of [rows, groups] in which each thread has what it needs, groups side by side."""
     far, of_warps = _far_rows(rows, warps)
     held = [[0, 1 << bit] for bit in range(groups.bit_length() - 1)] + [[8, 0]]
@@ -117,7 +117,7 @@ def _meets(
 
 
 @gluon.jit
-def _values(
+def unpacked_values(
     words, meets, SLOT: gl.constexpr, FORM: gl.constexpr, STEP: gl.constexpr, values: gl.constexpr
 ):  # fmt: skip
     """Unpack a slot of a tile of words into values times scales."""
@@ -247,7 +247,7 @@ def overlap_kernel(
     )
     values: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=2)
     of_row: gl.constexpr = gl.SliceLayout(1, values)
-    of_group: gl.constexpr = _layout_of_loads(BN, STEP // 16, warps)
+    of_group: gl.constexpr = layout_of_loads(BN, STEP // 16, warps)
     parts: gl.constexpr = C // STEP
     stored: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, warps], [0, 1])
     tiles_n = (N + BN - 1) // BN
@@ -293,23 +293,23 @@ def overlap_kernel(
             meets = (m0, m1, m2, m3)
             mbarrier.wait(bars.index(stage), (turn + step) // STAGES & 1)
             words = w_tiles.index(stage).load(values)
-            w0 = _values(words, meets, 0, FORM, STEP, values)
+            w0 = unpacked_values(words, meets, 0, FORM, STEP, values)
             acc, w3 = warpgroup_mma_wait(0, deps=[acc, w3])
             acc = warpgroup_mma(w0, x_tiles.index(stage * 4).permute([1, 0]), acc, is_async=True)
             _fetch(
                 xd, wd, x_tiles, w_tiles, bars, turn, step + STAGES - 1, stop, pn, pm, N,
                 BN, BM, C, STEP, STAGES,
             )  # fmt: skip
-            w1 = _values(words, meets, 1, FORM, STEP, values)
+            w1 = unpacked_values(words, meets, 1, FORM, STEP, values)
             acc = warpgroup_mma(
                 w1, x_tiles.index(stage * 4 + 1).permute([1, 0]), acc, is_async=True
             )
-            w2 = _values(words, meets, 2, FORM, STEP, values)
+            w2 = unpacked_values(words, meets, 2, FORM, STEP, values)
             acc, w0 = warpgroup_mma_wait(1, deps=[acc, w0])
             acc = warpgroup_mma(
                 w2, x_tiles.index(stage * 4 + 2).permute([1, 0]), acc, is_async=True
             )
-            w3 = _values(words, meets, 3, FORM, STEP, values)
+            w3 = unpacked_values(words, meets, 3, FORM, STEP, values)
             acc, w1 = warpgroup_mma_wait(1, deps=[acc, w1])
             acc = warpgroup_mma(
                 w3, x_tiles.index(stage * 4 + 3).permute([1, 0]), acc, is_async=True

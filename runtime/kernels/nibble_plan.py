@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,8 +28,8 @@ __all__ = [
 
 _ENOUGH_TILES = 90  # for one program a tile, on a card of about 132 processors
 _PROCESSORS = 132  # of the cards that settings are searched on; others search a bit beside
-_Path = Literal["decode", "mid", "dense", "gemv", "parallel", "overlap"]
-_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "overlap")
+_Path = Literal["decode", "mid", "dense", "gemv", "parallel", "overlap", "wide"]
+_PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "overlap", "wide")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Plan:
     """How a product is launched.
 
     Args:
-        path: "decode", "mid", "dense", "gemv", "parallel" or "overlap".
+        path: "decode", "mid", "dense", "gemv", "parallel", "overlap" or "wide".
         rows: Output features of a tile.
         tokens: Tokens of a tile.
         splits: Parts of K.
@@ -50,7 +51,8 @@ class Plan:
         early: The kernel may start before the one before has ended (sm_90).
         prefetch: Blocks of words that are asked for before that one has ended.
         shared: "overlap": programs of a multiprocessor that share out the steps of all tiles
-            evenly; 0 for a program a tile.
+            evenly; 0 for a program a tile. "wide": 1 if the programs do so, 0 if they take one
+            tile after another.
     """
 
     path: _Path
@@ -155,7 +157,7 @@ def _is_served(plan: Plan, weight: NibbleWeight) -> bool:
     if weight.is_folded and plan.path == "gemv":
         return False
     is_aligned = weight.columns is not None or weight.features % 8 == 0
-    return weight.offset is None and (is_aligned or plan.path not in ("mid", "overlap"))
+    return weight.offset is None and (is_aligned or plan.path not in ("mid", "overlap", "wide"))
 
 
 def fitted(plan: Plan, weight: NibbleWeight) -> Plan:
@@ -335,12 +337,21 @@ def _for_many(m: int, n: int) -> Iterator[Plan]:
                 "mid", rows=rows, tokens=tokens, splits=splits, stages=stages, warps=warps,
                 step=step, after=False, swizzle=8,
             )  # fmt: skip
-    for tokens, stages, step in (
-        (128, 2, 64), (128, 4, 32), (64, 4, 32), (64, 3, 64), (256, 2, 32), (256, 3, 32),
-    ):  # fmt: skip
-        for shared in (0, 1) if tokens < 2 * m else ():
+    overlap = ((128, 2, 64), (128, 4, 32), (64, 4, 32), (64, 3, 64), (256, 2, 32), (256, 3, 32))
+    for (tokens, stages, step), shared in itertools.product(overlap, (0, 1)):
+        if tokens < 2 * m:
             yield Plan(
                 "overlap", rows=128, tokens=tokens, stages=stages, warps=8, step=step, swizzle=8,
+                shared=shared,
+            )  # fmt: skip
+    wide = (
+        (256, 128, 4, 32), (256, 64, 3, 64), (128, 128, 2, 64), (128, 128, 5, 32),
+        (128, 64, 4, 64), (128, 256, 3, 32),
+    )  # fmt: skip
+    for (rows, tokens, stages, step), shared in itertools.product(wide, (0, 1)):
+        if tokens < 2 * m:
+            yield Plan(
+                "wide", rows=rows, tokens=tokens, stages=stages, step=step, swizzle=8,
                 shared=shared,
             )  # fmt: skip
 

@@ -38,7 +38,7 @@ from quantload.runtime.kernels.rounded_weight import PackedRounded
 from quantload.runtime.kernels.split_locks import split_locks
 from quantload.runtime.launch_settings import Settings
 
-__all__ = ["launch_wide", "rounded_gemm_wide"]
+__all__ = ["launch_wide", "rounded_gemm_wide", "steps_of", "summed", "tiles_of"]
 
 _HALF = 64  # tokens of a group of warps
 _SHARED_TILES = 2048  # of more the last round is a small part
@@ -55,7 +55,7 @@ def _place(tile, M, N, BM: gl.constexpr, BN: gl.constexpr, BAND):
 
 
 @gluon.jit
-def _tiles_of(steps, tiles, SHARED: gl.constexpr):
+def tiles_of(steps, tiles, SHARED: gl.constexpr):
     """Return the tiles of a program: the first, the one behind the last, from one to the next.
 
     And of SHARED its first step, and the one behind its last, over all tiles.
@@ -71,7 +71,7 @@ def _tiles_of(steps, tiles, SHARED: gl.constexpr):
 
 
 @gluon.jit
-def _steps_of(tile, begin, end, steps, SHARED: gl.constexpr):
+def steps_of(tile, begin, end, steps, SHARED: gl.constexpr):
     """Return the first step of a program in a tile, and the one behind its last."""
     if SHARED:
         return gl.maximum(begin - tile * steps, 0), gl.minimum(end - tile * steps, steps)
@@ -80,7 +80,7 @@ def _steps_of(tile, begin, end, steps, SHARED: gl.constexpr):
 
 
 @gluon.jit
-def _summed(total, partial, locks, tile, begin, steps, tiles, INDEX: gl.constexpr):
+def summed(total, partial, locks, tile, begin, steps, tiles, INDEX: gl.constexpr):
     """Add the sums of a tile's programs up; return them, and if this program is to end the tile.
 
     A program has one tile that it begins in, and at most one more that it does not end: two places
@@ -123,10 +123,10 @@ def _fetch(
     HALF: gl.constexpr = x_desc.block_type.shape[0]
     SIZE: gl.constexpr = w_desc.block_type.nbytes + 2 * x_desc.block_type.nbytes
     done = 0
-    lowest, highest, stride, begin, end = _tiles_of(steps, tiles, SHARED)
+    lowest, highest, stride, begin, end = tiles_of(steps, tiles, SHARED)
     for tile in range(lowest, highest, stride):
         n, m = _place(tile, M, N, 2 * HALF, BN, BAND)
-        first, stop = _steps_of(tile, begin, end, steps, SHARED)
+        first, stop = steps_of(tile, begin, end, steps, SHARED)
         for step in range(first, stop):
             place = done % STAGES
             bar = ready.index(place)
@@ -183,10 +183,10 @@ def _multiply(
     )
     nothing = gl.zeros([HALF, BN], SUM, layout=TILE)
     done = 0
-    lowest, highest, stride, begin, end = _tiles_of(steps, tiles, SHARED)
+    lowest, highest, stride, begin, end = tiles_of(steps, tiles, SHARED)
     for tile in range(lowest, highest, stride):
         n_start, m_start = _place(tile, M, N, 2 * HALF, BN, BAND)
-        first, stop = _steps_of(tile, begin, end, steps, SHARED)
+        first, stop = steps_of(tile, begin, end, steps, SHARED)
         m = m_start + INDEX * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, TILE))
         total = nothing
         for step in range(first, stop):
@@ -216,7 +216,7 @@ def _multiply(
             total = warpgroup_mma_wait(0, deps=[total])
             mbarrier.arrive(free.index((done + STAGES - 1) % STAGES), count=1)
         if SHARED:
-            total, is_last = _summed(total, partial, locks, tile, begin, steps, tiles, INDEX)
+            total, is_last = summed(total, partial, locks, tile, begin, steps, tiles, INDEX)
             if is_last:
                 _finish(
                     total, w_scale, x_scale, w_sums, bias, out, m, n_start, M, N, x_step,

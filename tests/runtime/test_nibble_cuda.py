@@ -64,6 +64,12 @@ PLANS = {
         200,
         {"path": 5, "rows": 128, "tokens": 128, "warps": 8, "stages": 2, "step": 64, "shared": 1},
     ),
+    "wide": (300, {"path": 6, "rows": 256, "tokens": 128, "stages": 4}),
+    "wide, shared": (200, {"path": 6, "rows": 256, "tokens": 128, "stages": 4, "shared": 1}),
+    "wide, narrow": (70, {"path": 6, "rows": 128, "tokens": 64, "stages": 4, "step": 64}),
+    "wide, few rows": (
+        200, {"path": 6, "rows": 128, "tokens": 128, "stages": 2, "step": 64, "shared": 1}
+    ),
 }  # fmt: skip
 
 
@@ -77,7 +83,7 @@ def test_every_kernel(case, plan):
     from quantload.runtime.kernels.nibble_weight import pack
 
     m, settings = PLANS[plan]
-    if torch.cuda.get_device_capability()[0] < 9 and settings.get("path") in (1, 5):
+    if torch.cuda.get_device_capability()[0] < 9 and settings.get("path") in (1, 5, 6):
         pytest.skip("needs the copy engine")
     weight = make_weight(CASES[case], 4416, 2048).to(CUDA)
     part = pack(weight, dtype=BF16, device=CUDA)
