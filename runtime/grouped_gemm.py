@@ -127,7 +127,7 @@ class GroupedLinear(nn.Module):
         if self.round_input is not None:
             names = round_rows.kernel_names(self.round_input)
         if choices:
-            return (*names, *grouped_sum.kernel_names(tokens, choices))
+            return (*names, *grouped_sum.kernel_names(self._weight, tokens, choices))
         routes, product = grouped_product.kernel_names(tokens)
         return (*routes, *names, *product)
 

@@ -143,6 +143,8 @@ def _pack(weight: QuantTensor, rows: Rows, dtype: torch.dtype) -> _Packed:
     count = 1 if group == weight.shape[1] else max(1, block // group)  # groups of a block
     groups = -(-words.shape[0] * block // group) if count == 1 else words.shape[0] * count
     scale, outer = _scale_and_outer(per_row, form)
+    if scale is not None and scale.itemsize == 2 and count == 1:
+        scale = scale.float()  # exact; kernels pipeline loads of 4 bytes and more
     zero = None if weight.zero is None else _nibble_zeros(per_row)
     parts = {
         "words": words,

@@ -206,6 +206,7 @@ def _product(
     block, tile, warps, stages, after, parts, tiles, half = settings
     if block <= 32:  # narrow slices: more of them in a step
         parts *= max(1, _UNIT // columns)
+    scale = joined_scales(scale, form, rows=parts * tile, warps=warps)
     slots = 2 if form in ("int8", "e4m3", "e5m2") else 4
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -296,6 +297,23 @@ def block_groups(group: int, block: int, blocks: int, features: int) -> tuple[in
     if group >= features:  # one group a row, however far the last block is padded
         return 4, blocks
     return max(1, min(4, 4 * group // block)), max(1, group // block)
+
+
+def joined_scales(scale: Tensor | None, form: str, *, rows: int, warps: int) -> Tensor | None:
+    """Return the scales of a weight as a kernel loads them, so that each load has 4 bytes or more.
+
+    Only such loads are pipelined. A thread has one scale of MXFP4 if rows are few: then both scales
+    of a slice are one integer.
+
+    Args:
+        scale: As `GroupedWeight` has it.
+        form: Likewise.
+        rows: Rows of all parts of a step.
+        warps: Of a program.
+    """
+    if scale is None or form != "fp4_32" or rows >= 32 * warps:
+        return scale
+    return scale.view(torch.int32)
 
 
 def groups_of_expert(words: Tensor, scale: Tensor | None, zero: Tensor | None) -> int:

@@ -19,34 +19,42 @@ from quantload.runtime.kernels.grouped_product import (
     block_groups,
     grouped_product,
     groups_of_expert,
+    joined_scales,
     setting_name,
     sums_in_float32,
 )
 from quantload.runtime.kernels.grouped_token import grouped_token_kernel
 from quantload.runtime.kernels.route import weighted_sum
+from quantload.runtime.launch_settings import Settings
 
 __all__ = ["candidates", "grouped_sum", "kernel_names"]
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _FEW_PAIRS = 16  # above, experts that tokens share are read too often
 _MOST_CHOICES = 8  # a warp for each
-_RULE = {"rows": 16, "stages": 4}
+_RULE = {"rows": 16, "stages": 4}  # rows 0: results of pairs, then the sum
 _UNIT = 64  # columns of a slice that make a step worth its costs
 
 
-def _is_few(pairs: int, choices: int) -> bool:
-    return pairs <= _FEW_PAIRS and 1 < choices <= _MOST_CHOICES
+def _settings(weight: GroupedWeight, pairs: int, choices: int) -> Settings | None:
+    """Return the settings of `grouped_token`; None if results of pairs are summed afterwards."""
+    if pairs > _FEW_PAIRS or not 1 < choices <= _MOST_CHOICES:
+        return None
+    name, device = f"{setting_name(weight)}, summed", weight.words.device
+    n, k = weight.out_features, weight.in_features
+    found = launch_settings.find(name, device, m=pairs, n=n, k=k) or _RULE
+    return found if found["rows"] else None
 
 
-def kernel_names(pairs: int, choices: int) -> tuple[str, ...]:
+def kernel_names(weight: GroupedWeight, pairs: int, choices: int) -> tuple[str, ...]:
     """Return the device functions that `grouped_sum` launches."""
-    if _is_few(pairs, choices):
+    if _settings(weight, pairs, choices) is not None:
         return ("grouped_token_kernel",)
     return ("grouped_kernel", "_weighted_sum_kernel")
 
 
 def candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
-    """Yield settings of few tokens worth measuring: rows of a tile, and stages.
+    """Yield settings of few tokens worth measuring: rows of a tile (see `_RULE`), and stages.
 
     Args:
         m: Pairs.
@@ -54,7 +62,7 @@ def candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
         k: K of an expert.
     """
     del m, n, k
-    for rows, stages in ((16, 2), (16, 3), (16, 4), (32, 2), (32, 3)):
+    for rows, stages in ((0, 0), (16, 2), (16, 3), (16, 4), (32, 2), (32, 3)):
         yield {"rows": rows, "stages": stages}
 
 
@@ -76,16 +84,14 @@ def grouped_sum(
     """
     pairs, (tokens, choices) = routing.index.shape[0], weights.shape
     weights = weights.contiguous()
-    if not _is_few(pairs, choices):
+    settings = _settings(weight, pairs, choices)
+    if settings is None:
         in_float32 = sums_in_float32(pairs)
         rows = grouped_product(x, weight, routing, in_float32=in_float32, is_second=True)
         index = routing.index.view(tokens, choices)
         return weighted_sum(
             rows, weights, index, first=routing.first, experts=routing.experts, dtype=dtype
         )
-    n, k = weight.out_features, weight.in_features
-    name = f"{setting_name(weight)}, summed"
-    settings = launch_settings.find(name, x.device, m=pairs, n=n, k=k) or _RULE
     found: Tensor = _sum(
         x, weight.words, weight.scale, weight.zero, weight.outer, weight.bias, weight.table,
         routing.index, weights, weight.out_features, routing.first,
@@ -123,6 +129,7 @@ def _sum(
     early = launches_early(x.device)
     warps = max(2, triton.next_power_of_2(choices))
     units = max(1, _UNIT // columns)
+    scale = joined_scales(scale, form, rows=warps * units * tile, warps=warps)
     groups, blocks_per_group = block_groups(group, slots * columns, blocks, x.shape[1])
     x = x if x.stride(1) == 1 else x.contiguous()
     with torch.cuda.device_of(x):

@@ -159,7 +159,8 @@ def values4(
         words: [BN, C] or [S, BN, C] int16, of which C may be a part of a slice.
         zeros: As `unpack4` takes them.
         registers: Of `table_registers`.
-        scale: [B, 4, N, groups of a slice] int16 pointer; not read in forms of `unpack4`.
+        scale: [B, 4, N, groups of a slice] int16 pointer, or [B, 4, N] int32, of two groups; not
+            read in forms of `unpack4`.
         block: The block, or [S] blocks.
         rows: [BN] output features.
         column: The first column of the slices that is in `words`.
@@ -215,11 +216,14 @@ def _scales(scale, at, rows, column, N, FORM: tl.constexpr, SHAPE: tl.constexpr)
     GROUP: tl.constexpr = 16 if FORM == "fp4_16" else 32
     HELD: tl.constexpr = 64 // GROUP
     HERE: tl.constexpr = SHAPE[-1] // GROUP
-    g = column // GROUP + tl.arange(0, HERE)
-    if len(SHAPE) == 2:
-        place = (at * N + rows)[:, None] * HELD + g[None, :]
+    row = at * N + rows if len(SHAPE) == 2 else (at * N)[:, None] + rows[None, :]
+    if scale.dtype.element_ty == tl.int32:  # loads of 4 bytes and more are pipelined
+        tl.static_assert(HELD == 2 and HERE == 2, "two scales are an integer")
+        both = tl.load(scale + row)
+        held = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16))
     else:
-        place = ((at * N)[:, None] + rows[None, :])[:, :, None] * HELD + g[None, None, :]
-    held = tl.expand_dims(tl.load(scale + place), -1)
+        g = column // GROUP + tl.arange(0, HERE)
+        held = tl.load(scale + (tl.expand_dims(row, -1) * HELD + g))
+    held = tl.expand_dims(held, -1)
     wide: tl.constexpr = SHAPE[:-1] + (HERE, GROUP)  # noqa: RUF005 - Triton knows no stars
     return tl.reshape(tl.broadcast_to(held, wide), SHAPE)

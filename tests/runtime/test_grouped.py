@@ -119,6 +119,27 @@ def test_products(scheme, rounding, kernel_device, grouped):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("scheme", "is_joined"), [("MXFP4", True), ("NVFP4", False)])
+def test_scales_are_loads_of_four_bytes(scheme, is_joined, kernel_device, grouped, monkeypatch):
+    """Of MXFP4 a thread has one scale, where rows are few: two are an integer then."""
+    rule = {"rows": 64, "warps": 4, "stages": 2}
+    monkeypatch.setattr(grouped, "_rule", lambda block, pairs, is_wide: rule)
+    seen, joined = [], grouped.joined_scales
+
+    def watched(scale, form, **sizes):
+        seen.append(joined(scale, form, **sizes))
+        return seen[-1]
+
+    monkeypatch.setattr(grouped, "joined_scales", watched)
+    case(scheme, kernel_device, grouped, rows="plain", n=72, k=288, tokens=3, rounding=2.0**-8)
+    assert {scale.dtype for scale in seen} == {torch.int32 if is_joined else torch.int16}
+
+
+def test_lone_scales_of_two_bytes_are_held_in_four():
+    weight, _, _ = stacked("FP8_BLOCK", torch.device("cpu"), rows="plain", n=72, k=300)
+    assert (weight.kind, weight.scale.dtype) == ("fp32", torch.int32)
+
+
 @pytest.mark.parametrize("rows", ["halves", "alternate"])
 def test_gate_and_up(rows, kernel_device, grouped):
     x, _, weight, routing, y, here = case(
@@ -190,10 +211,21 @@ def sum_case(scheme, device, *, tokens, choices, n, k, rounding, experts=E, few=
 
 
 @pytest.mark.parametrize(
-    ("scheme", "rounding"), [("W4A16:g32", 0.0), ("NVFP4", 2.0**-8), ("FP8_BLOCK", 0.0)]
+    ("scheme", "rounding"),
+    [("W4A16:g32", 0.0), ("MXFP4", 0.0), ("NVFP4", 2.0**-8), ("FP8_BLOCK", 0.0)],
 )
 def test_few_tokens_are_summed_at_once(scheme, rounding, kernel_device):
     sum_case(scheme, kernel_device, tokens=2, choices=3, n=24, k=160, rounding=rounding)
+
+
+def test_settings_may_sum_few_tokens_afterwards(kernel_device, grouped, monkeypatch):
+    from quantload.runtime.kernels import grouped_sum
+
+    weight, _, _ = stacked("W4A16:g32", kernel_device, rows="plain", n=24, k=64)
+    assert grouped_sum.kernel_names(weight, 6, 3) == ("grouped_token_kernel",)
+    monkeypatch.setattr(grouped_sum, "_RULE", {"rows": 0, "stages": 0})
+    sum_case("W4A16:g32", kernel_device, tokens=2, choices=3, n=24, k=64, rounding=0.0)
+    assert grouped_sum.kernel_names(weight, 6, 3) == ("grouped_kernel", "_weighted_sum_kernel")
 
 
 def test_weighted_sum(kernel_device):
