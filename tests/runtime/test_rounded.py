@@ -352,3 +352,17 @@ def test_settings_of_few_tokens_are_not_taken_for_many() -> None:
             assert found
             rows = 128 if group else 1
             assert all(fits(s, m, group=group, block_rows=rows, shared=227 << 10) for s in found)
+
+
+def test_scales_that_are_powers_of_two_are_bytes(kernel_device) -> None:
+    from quantload.runtime.kernels.rounded import pack
+
+    case = CASES["mxfp8"]
+    weight = make_weight(case, 24, 64)
+    packed = pack(weight, case.input, device=kernel_device)
+    assert packed.scale.dtype == torch.uint8
+    assert torch.equal(packed.values().cpu().double(), weight_values(weight))
+    odd = replace(weight, scale=weight.scale.float() * 1.25)
+    packed = pack(odd, case.input, device=kernel_device)
+    assert packed.scale.dtype == torch.float32
+    assert torch.equal(packed.values().cpu().double(), weight_values(odd))
