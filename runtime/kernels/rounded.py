@@ -224,7 +224,9 @@ def _launch_own(
     codes: Tensor, scales: Tensor, packed: PackedRounded, bias: Tensor | None, out: Tensor,
     settings: Settings,
 ) -> None:  # fmt: skip
-    if settings.get("wide"):
+    if settings.get("parts"):
+        from quantload.runtime.kernels.rounded_parts import launch_parts as launch_it
+    elif settings.get("wide"):
         from quantload.runtime.kernels.rounded_wide import launch_wide as launch_it
     else:
         from quantload.runtime.kernels.rounded_hopper import launch_hopper as launch_it
@@ -303,4 +305,5 @@ def kernels_for(
             between = ("order_scales",) if packed.group else ()
             return (before, *between, "cuBLAS")
         settings = rule(packed, m)
-    return (before, "rounded_gemm_wide" if settings.get("wide") else "rounded_gemm_hopper")
+    kind = "parts" if settings.get("parts") else "wide" if settings.get("wide") else "hopper"
+    return (before, f"rounded_gemm_{kind}")

@@ -120,6 +120,8 @@ def fits(found: Settings, m: int, *, group: int, block_rows: int, shared: int) -
         return not group and m <= _FUSED_TOKENS
     if group == _FINE and not found.get("swap"):
         return False
+    if found.get("parts"):
+        return group == _GROUP and found["parts"] <= block_rows and found["stages"] >= 3
     if group == _GROUP and block_rows % found["bn"]:
         return False
     if found.get("wide"):
@@ -240,6 +242,8 @@ def candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> Iterator[
         yield from _narrow_candidates(m, n, k, floats=floats, group=group)
     if m > 64:
         yield from _wide_candidates(m, floats=floats, group=group)
+    if group and 16 < m <= 512:
+        yield from _parts_candidates(m, n, k)
 
 
 def _fused_candidates(m: int, n: int, k: int) -> Iterator[Settings]:
@@ -286,6 +290,24 @@ def _fine_candidates(m: int, n: int, k: int) -> Iterator[Settings]:
                 splits = max(1, min(round(132 * share / tiles), triton.cdiv(k, 128) // 4))
                 if share == 1 or splits > 1:
                     yield _tile(64, bm, 128, stages, splits, exact=1, band=8 if m > bm else 1)
+
+
+def _parts_candidates(m: int, n: int, k: int) -> Iterator[Settings]:
+    """Tiles of `rounded_parts` whose rounds of programs are all but full."""
+    halves, steps = 1 if m <= 64 else 2, triton.cdiv(k, _GROUP)
+    for rows in (32, 48, 64, 80, 96, 112, 128):
+        tiles = triton.cdiv(n, rows) * triton.cdiv(m, 64 * halves)
+        for splits in (1, 2, 3, 4):
+            for together in (1, 2):
+                rounds = tiles * splits / 132
+                is_full = rounds / math.ceil(rounds) > 0.8 and (splits == 1 or rounds <= together)
+                if not is_full or steps // splits < 4 or (together == 2 and rows > 64):
+                    continue
+                room = _SHARED // together - 2048 - (rows * 256 if halves == 1 else 0)
+                stages = min(8, room // ((rows + 64 * halves) * _GROUP))
+                if stages >= 3:
+                    yield {"parts": rows, "halves": halves, "stages": stages, "splits": splits,
+                           "beside": together - 1}  # fmt: skip
 
 
 def _wide_candidates(m: int, *, floats: bool, group: int) -> Iterator[Settings]:

@@ -354,6 +354,42 @@ def test_settings_of_few_tokens_are_not_taken_for_many() -> None:
             assert all(fits(s, m, group=group, block_rows=rows, shared=227 << 10) for s in found)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 48, 64, 112, 128])
+@pytest.mark.parametrize(
+    ("halves", "splits", "beside"), [(1, 1, 0), (1, 3, 0), (2, 1, 0), (2, 2, 0)]
+)
+def test_tiles_in_parts(rows, halves, splits, beside) -> None:
+    from quantload.runtime.launch_settings import trying
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs sm_90")
+    if beside and rows > 64:
+        pytest.skip("too many registers for two programs")
+    case, device = CASES["e4m3-block"], torch.device("cuda")
+    settings = {"parts": rows, "halves": halves, "stages": 4, "splits": splits, "beside": beside}
+    for m, n, k in [(40, 1000, 1040), (200, 136, 4096), (64, 9000, 128)]:
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(BF16)
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(BF16)
+        weight = make_weight(case, n, k)
+        with trying("rounded e4m3 g128", settings):
+            y, exact, size = product(case, x, weight, bias, device)
+            again, _, _ = product(case, x, weight, bias, device)
+        check(y, exact, size, sums=2.0**-12)
+        assert torch.equal(y, again)
+
+
+def test_parts_of_a_tile_are_powers_of_two() -> None:
+    from quantload.runtime.kernels.rounded_parts import parts_of
+
+    for rows in range(16, 129, 16):
+        found = parts_of(rows)
+        assert sum(found) == rows
+        assert len(found) <= 3
+        assert list(found) == sorted(found, reverse=True)
+        assert all(part & (part - 1) == 0 and part >= 16 for part in found)
+
+
 def test_scales_that_are_powers_of_two_are_bytes(kernel_device) -> None:
     from quantload.runtime.kernels.rounded import pack
 
