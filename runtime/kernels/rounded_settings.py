@@ -283,7 +283,7 @@ def _narrow_candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> I
 
 def _fine_candidates(m: int, n: int, k: int) -> Iterator[Settings]:
     most = max(8, triton.next_power_of_2(m))
-    for bm in sorted({min(64, most), min(32, most)}):
+    for bm in sorted({min(64, most), min(32, most)} if m <= 256 else {64}):
         for stages in (4, 6, 8):
             for share in (1, 2, 4):
                 tiles = triton.cdiv(n, 64) * triton.cdiv(m, bm)

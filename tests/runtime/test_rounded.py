@@ -347,10 +347,10 @@ def test_settings_of_few_tokens_are_not_taken_for_many() -> None:
     assert not fits({"fused": 1}, 9, group=0, block_rows=1, shared=0)
     assert not fits({"wide": 1, "bn": 128}, 512, group=128, block_rows=64, shared=0)
     for m in (1, 8, 64, 128, 1024):
-        for group in (0, 128):
+        for group in (0, 32, 128):
             found = list(candidates(m, 4096, 4096, floats=True, group=group))
             assert found
-            rows = 128 if group else 1
+            rows = 128 if group == 128 else 1
             assert all(fits(s, m, group=group, block_rows=rows, shared=227 << 10) for s in found)
 
 
