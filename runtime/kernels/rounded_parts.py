@@ -97,9 +97,10 @@ def _fetch(
     for place in range(lead):
         _ask_x(x_desc, x_ring, ready.index(place), place, m, first + place, HALVES)
     done = lead
-    skipped = lead
     for item in range(start, items, gl.num_programs(0)):
         n, m, first, stop = _item(item, tiles_m, steps, splits, BM, BN)
+        # NOTE: not a count that the loop sets to zero: Triton 3.6 keeps its first value
+        skipped = gl.where(item == start, lead, 0)
         for step in range(first + skipped, stop):
             place = done % STAGES
             bar = ready.index(place)
@@ -108,7 +109,6 @@ def _fetch(
             _ask_w(descs, rings, bar, place, n, step)
             _ask_x(x_desc, x_ring, bar, place, m, step, HALVES)
             done += 1
-        skipped = skipped * 0
 
 
 @gluon.jit

@@ -368,7 +368,8 @@ def test_tiles_in_parts(rows, halves, splits, beside) -> None:
         pytest.skip("too many registers for two programs")
     case, device = CASES["e4m3-block"], torch.device("cuda")
     settings = {"parts": rows, "halves": halves, "stages": 4, "splits": splits, "beside": beside}
-    for m, n, k in [(40, 1000, 1040), (200, 136, 4096), (64, 9000, 128)]:
+    # the last two: several tiles a program, of fewer steps than places and of more
+    for m, n, k in [(40, 1000, 1040), (200, 136, 4096), (64, 9000, 128), (200, 9000, 1040)]:
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(BF16)
         bias = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(BF16)
         weight = make_weight(case, n, k)
