@@ -171,12 +171,14 @@ def _multiply(
         x_scales = x_scale + m * groups
         low_scales = w_scale + row * groups
         high_scales = w_scale + gl.minimum(row + 1, blocks - 1) * groups
-        begin = gl.minimum(first + own, steps - 1)
-        x_part = gl.load(x_scales + begin, mask=m < M, other=0.0)
-        w_low = gl.load(low_scales + begin)
-        w_high = gl.load(high_scales + begin) if STRADDLES else w_low
+        # each place of the ring is one group's, over all items: STAGES is even
+        begin = first + (done + own) % STRIDE
+        early = gl.minimum(begin, steps - 1)
+        x_part = gl.load(x_scales + early, mask=m < M, other=0.0)
+        w_low = gl.load(low_scales + early)
+        w_high = gl.load(high_scales + early) if STRADDLES else w_low
         totals = nothing
-        for step in range(first + own, stop, STRIDE):
+        for step in range(begin, stop, STRIDE):
             at = done + (step - first)
             place = at % STAGES
             mbarrier.wait(ready.index(place), (at // STAGES) & 1)
@@ -252,8 +254,8 @@ def rounded_gemm_parts(
         block_rows: Rows that share a scale; BN at least.
         blocks: Blocks of rows.
         HALVES: 64 tokens each of a tile; with 1 groups of warps take turns.
-        STAGES: Places of the ring, 3 at least: a group that takes turns passes over up to two
-            steps of the other, and tells two rounds of a place from each other, but not three.
+        STAGES: Places of the ring, 3 at least; even where groups take turns, so that a place is
+            always the same group's: who waits tells two rounds of a place apart, but not three.
         STRADDLES: A tile may lie in two blocks of rows.
         SPLIT: splits > 1.
         REGISTERS: Of a thread of the second group.

@@ -121,7 +121,8 @@ def fits(found: Settings, m: int, *, group: int, block_rows: int, shared: int) -
     if group == _FINE and not found.get("swap"):
         return False
     if found.get("parts"):
-        return group == _GROUP and found["parts"] <= block_rows and found["stages"] >= 3
+        is_ring = found["stages"] >= 3 and (found["halves"] == 2 or found["stages"] % 2 == 0)
+        return group == _GROUP and found["parts"] <= block_rows and is_ring
     if group == _GROUP and block_rows % found["bn"]:
         return False
     if found.get("wide"):
@@ -305,6 +306,7 @@ def _parts_candidates(m: int, n: int, k: int) -> Iterator[Settings]:
                     continue
                 room = _SHARED // together - 2048 - (rows * 256 if halves == 1 else 0)
                 stages = min(8, room // ((rows + 64 * halves) * _GROUP))
+                stages -= stages % 2 if halves == 1 else 0  # see `rounded_parts`
                 if stages >= 3:
                     yield {"parts": rows, "halves": halves, "stages": stages, "splits": splits,
                            "beside": together - 1}  # fmt: skip
