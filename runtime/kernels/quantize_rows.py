@@ -166,13 +166,13 @@ def quantize_tokens(
             tl.store(codes + start + places, found, mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "G"])
+@triton.jit(do_not_specialize=["M", "G", "step_m", "step_g"])
 def quantize_groups(
-    x, codes, scales, M, K, G, stride_x,
+    x, codes, scales, M, K, G, stride_x, step_m, step_g,
     GRID: tl.constexpr, DTYPE: tl.constexpr, POWERS: tl.constexpr,
     SIZE: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Quantize BM rows x BG groups."""
+    """Quantize BM rows x BG groups; scales of rows are step_m apart, of groups step_g."""
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -183,7 +183,8 @@ def quantize_groups(
     found, scale = group_codes(part.to(tl.float32), GRID, DTYPE, POWERS)
     tl.store(codes + m.to(tl.int64)[:, None, None] * K + k, found, mask=inside)
     inside = (m < M)[:, None] & (g < G)[None, :]
-    tl.store(scales + m.to(tl.int64)[:, None] * G + g[None, :], scale, mask=inside)
+    place = scales + m.to(tl.int64)[:, None] * step_m + g.to(tl.int64)[None, :] * step_g
+    tl.store(place, scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -208,7 +209,7 @@ def quantize_fixed(
 
 
 def quantize_rows(
-    x: Tensor, scheme: InputScheme, *, reach: Tensor | None = None
+    x: Tensor, scheme: InputScheme, *, reach: Tensor | None = None, by_group: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Quantize an input dynamically.
 
@@ -217,6 +218,7 @@ def quantize_rows(
         scheme: What `why_not` does not refuse, dynamic.
         reach: [M] or [1] float32, the largest |x| of what shares a scale, where x is only a part of
             it; symmetric schemes per token or tensor only.
+        by_group: Scales of a group lie side by side, as cuBLASLt reads them.
 
     Returns:
         Codes [M, K], contiguous, and float32 scales: [M, 1] per token, [1] per tensor,
@@ -236,7 +238,7 @@ def quantize_rows(
     scales: Tensor
     codes, scales = _quantize(
         x, reach, scheme.grid == E4M3, size, scheme.scale == "e8m0", not scheme.symmetric,
-        scheme.granularity == "tensor",
+        scheme.granularity == "tensor", by_group,
     )  # fmt: skip
     return codes, scales
 
@@ -297,8 +299,9 @@ def _quantize(
     powers: bool,
     zeros: bool,
     per_tensor: bool,
+    by_group: bool,
 ) -> tuple[Tensor, Tensor]:
-    codes, scales = _outputs(x, floats, group_size, zeros, per_tensor)
+    codes, scales = _outputs(x, floats, group_size, zeros, per_tensor, by_group)
     if codes.numel():
         with torch.cuda.device_of(x):
             bits, rows, dtype = codes.view(torch.int8), _rows(x), DTYPES[x.dtype]
@@ -317,8 +320,9 @@ def _launch_groups(
     bg = min(triton.next_power_of_2(groups), 2048 // size)
     bm = min(triton.next_power_of_2(m), _GROUP_ELEMENTS // (size * bg))
     quantize_groups[(triton.cdiv(m, bm), triton.cdiv(groups, bg))](
-        rows, bits, scales, m, k, groups, rows.stride(0), GRID=grid, DTYPE=dtype, POWERS=powers,
-        SIZE=size, BM=bm, BG=bg, EARLY=early, num_warps=4, launch_pdl=early,
+        rows, bits, scales, m, k, groups, rows.stride(0), *scales.stride(), GRID=grid,
+        DTYPE=dtype, POWERS=powers, SIZE=size, BM=bm, BG=bg, EARLY=early, num_warps=4,
+        launch_pdl=early,
     )  # fmt: skip
 
 
@@ -340,9 +344,12 @@ def _launch_tokens(
 
 
 def _outputs(
-    x: Tensor, floats: bool, group_size: int, zeros: bool, per_tensor: bool
+    x: Tensor, floats: bool, group_size: int, zeros: bool, per_tensor: bool, by_group: bool
 ) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=E4M3.storage if floats else torch.int8, device=x.device)
+    if group_size and by_group:
+        groups = -(-x.shape[1] // group_size)
+        return codes, x.new_empty([groups, x.shape[0]], dtype=torch.float32).t()
     shape = [x.shape[0], 2 if zeros else -(-x.shape[1] // group_size) if group_size else 1]
     return codes, x.new_empty([1] if per_tensor else shape, dtype=torch.float32)
 
@@ -356,8 +363,9 @@ def _(
     powers: bool,
     zeros: bool,
     per_tensor: bool,
+    by_group: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _outputs(x, floats, group_size, zeros, per_tensor)
+    return _outputs(x, floats, group_size, zeros, per_tensor, by_group)
 
 
 @torch.library.custom_op("quantload::quantize_static", mutates_args=())

@@ -108,7 +108,7 @@ def _linear(
                     symmetric=w_sums is None,
                     scale="e8m0" if powers else "float",
                 )
-                codes, scales = quantize_rows(x, input)
+                codes, scales = quantize_rows(x, input, by_group=_is_ordered(packed, x, settings))
                 launch(codes, scales, packed, bias, out, settings)
     return out
 
@@ -224,7 +224,9 @@ def _launch_own(
     codes: Tensor, scales: Tensor, packed: PackedRounded, bias: Tensor | None, out: Tensor,
     settings: Settings,
 ) -> None:  # fmt: skip
-    if settings.get("wide"):
+    if settings.get("parts"):
+        from quantload.runtime.kernels.rounded_parts import launch_parts as launch_it
+    elif settings.get("wide"):
         from quantload.runtime.kernels.rounded_wide import launch_wide as launch_it
     else:
         from quantload.runtime.kernels.rounded_hopper import launch_hopper as launch_it
@@ -248,6 +250,12 @@ def _multiply_by_library(
     )  # fmt: skip
 
 
+def _is_ordered(packed: PackedRounded, x: Tensor, settings: Settings) -> bool:
+    """True if the product of x takes the scales of a group side by side."""
+    by_library = bool(settings.get("library")) and suits_library(packed, len(x), x.dtype)
+    return by_library and packed.group > 0 and len(x) % 4 == 0
+
+
 def _multiply_blocks_by_library(
     codes: Tensor, scales: Tensor, packed: PackedRounded, bias: Tensor | None, out: Tensor
 ) -> None:
@@ -259,8 +267,10 @@ def _multiply_blocks_by_library(
         longer[:m].copy_(codes)
         codes = longer
     result = out if not missing else out.new_empty(m + missing, out.shape[1])
+    if missing or scales.stride() != (1, m):
+        scales = by_group(scales.contiguous(), m + missing)
     torch._scaled_mm(
-        codes, packed.codes.t(), scale_a=by_group(scales.contiguous(), m + missing),
+        codes, packed.codes.t(), scale_a=scales,
         scale_b=packed.scale.t(), bias=None if bias is None else bias.to(out.dtype),
         out_dtype=out.dtype, out=result,
     )  # fmt: skip
@@ -300,7 +310,8 @@ def kernels_for(
         settings = rule(packed, m)
     if settings.get("library"):
         if suits_library(packed, m, dtype):
-            between = ("order_scales",) if packed.group else ()
+            between = ("order_scales",) if packed.group and m % 4 else ()
             return (before, *between, "cuBLAS")
         settings = rule(packed, m)
-    return (before, "rounded_gemm_wide" if settings.get("wide") else "rounded_gemm_hopper")
+    kind = "parts" if settings.get("parts") else "wide" if settings.get("wide") else "hopper"
+    return (before, f"rounded_gemm_{kind}")

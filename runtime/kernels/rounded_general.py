@@ -70,6 +70,10 @@ def rounded_gemm_general(
         if GROUPS:
             x_part = tl.load(x_scale + m * groups + step, mask=m < M, other=0.0)
             w_part = tl.load(w_scale + tl.minimum(n, N - 1) // block_rows * groups + step)
+            if w_scale.dtype.element_ty == tl.uint8:  # of e8m0
+                bits = tl.where(w_part == 0, 1 << 22, w_part.to(tl.int32) << 23)
+                bits = tl.where(w_part == 255, 0x7FC00000, bits)
+                w_part = bits.to(tl.float32, bitcast=True)
             total += tl.dot(w_tile, x_tile) * (w_part[:, None] * x_part[None, :])
         elif INTEGERS:
             total = tl.dot(w_tile, x_tile, total, out_dtype=tl.int32)

@@ -1,7 +1,7 @@
 """The product of rounded inputs on sm_90: TMA rings, asynchronous tensor-core products, PDL.
 
     y = (Wc @ xc^T)^T * w_scale[n] * x_scale[m]                    one scale a row and a token
-    y = sum over groups g of (W_g @ x_g^T) * w_scale[n, g] * x_scale[m, g]        128 columns each
+    y = sum over groups g of (W_g @ x_g^T) * w_scale[n, g] * x_scale[m, g]  128 or 32 columns each
 
 A program has a ring of STAGES tiles of W and of x. It asks for its first tiles of W before the
 kernel ahead of it has ended (weights do not change), waits for that kernel, asks for x, and then
@@ -151,6 +151,51 @@ def _promoted_sums(
 
 
 @gluon.jit
+def power_of(bits):
+    """Turn a byte of e8m0 into float32."""
+    found = gl.where(bits == 0, 1 << 22, bits.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+    return gl.where(bits == 255, float("nan"), found)
+
+
+@gluon.jit
+def _fine_sums(
+    w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, count, total,
+    w_scale, x_scale, n, m, M, N, groups, block_rows,
+):  # fmt: skip
+    """Sums of groups of 32 columns: four of a step, each with scales of its own; W on the left."""
+    STAGES: gl.constexpr = w_ring.shape[0]
+    AT_ONCE: gl.constexpr = 4 if x_ring.shape[1] < 64 else 2  # registers
+    nothing = total
+    w_scales = w_scale + gl.minimum(n, N - 1) // block_rows * groups
+    x_scales = x_scale + m * groups
+    for step in range(count):
+        place, late = step % STAGES, step + STAGES
+        mbarrier.wait(ready.index(place), (step // STAGES) & 1)
+        w, x = w_ring.index(place), x_ring.index(place)
+        for start in gl.static_range(0, 4, AT_ONCE):
+            found = ()
+            for part in gl.static_range(start, start + AT_ONCE):
+                left = w.slice(32 * part, 32, dim=1)
+                right = x.slice(32 * part, 32, dim=1).permute((1, 0))
+                one = warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
+                found = found + (one,)  # type: ignore[assignment]  # noqa: RUF005
+            factors = ()
+            for part in gl.static_range(start, start + AT_ONCE):
+                group = (first + step) * 4 + part
+                of_w = gl.load(w_scales + gl.minimum(group, groups - 1))
+                if w_scale.dtype.element_ty == gl.uint8:
+                    of_w = power_of(of_w)
+                of_x = gl.load(x_scales + group, mask=(m < M) & (group < groups), other=0.0)
+                factors = factors + ((of_w, of_x),)  # type: ignore[assignment]  # noqa: RUF005
+            found = warpgroup_mma_wait(0, deps=found)
+            for part in gl.static_range(AT_ONCE):
+                of_w, of_x = factors[part]
+                total += found[part] * (gl.expand_dims(of_w, 1) * gl.expand_dims(of_x, 0))
+        _refill(w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, late, late < count)
+    return total
+
+
+@gluon.jit
 def _plain_sums(
     w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, count, total,
     SWAP: gl.constexpr,
@@ -199,7 +244,8 @@ def rounded_gemm_hopper(
     w_desc, x_desc, w_scale, x_scale, w_sums, bias, out, partial, locks,
     M, N, steps, splits, x_step, groups, block_rows, BAND,
     STAGES: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr,
-    SPLIT: gl.constexpr, EXACT: gl.constexpr, SWAP: gl.constexpr, num_warps: gl.constexpr,
+    SPLIT: gl.constexpr, EXACT: gl.constexpr, SWAP: gl.constexpr, FINE: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply; see the top of this file.
 
@@ -227,6 +273,7 @@ def rounded_gemm_hopper(
         SPLIT: splits > 1.
         EXACT: See above.
         SWAP: W is the left operand.
+        FINE: Groups are 32 columns, four of a step; scales of W are float32, or bytes of e8m0.
         num_warps: Of a program.
     """
     BN: gl.constexpr = w_desc.block_type.shape[0]
@@ -273,7 +320,12 @@ def rounded_gemm_hopper(
     n = n_start + gl.arange(0, BN, layout=W_AXIS)
     m = m_start + gl.arange(0, BM, layout=X_AXIS)
     nothing = gl.zeros([LEFT, RIGHT], SUM, layout=TILE)
-    if EXACT:
+    if FINE:
+        total = _fine_sums(
+            w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, count, nothing,
+            w_scale, x_scale, n, m, M, N, groups, block_rows,
+        )  # fmt: skip
+    elif EXACT:
         total = _promoted_sums(
             w_desc, x_desc, w_ring, x_ring, ready, n_start, m_start, first, count, nothing,
             w_scale, x_scale, n_start, m, M, groups, block_rows, GROUPS, SWAP,
@@ -327,8 +379,8 @@ def launch_hopper(
         packed.scale, scales, packed.sums, bias, out, partial, locks,
         m, n, steps, splits, token_step(scales), scales.shape[-1], packed.block_rows, s["band"],
         STAGES=s["stages"], GROUPS=packed.group > 0, ZEROS=packed.sums is not None,
-        SPLIT=splits > 1, EXACT=bool(s["exact"]), SWAP=bool(s["swap"]), num_warps=s["warps"],
-        launch_pdl=True,
+        SPLIT=splits > 1, EXACT=bool(s["exact"]), SWAP=bool(s["swap"]), FINE=packed.group == 32,
+        num_warps=s["warps"], launch_pdl=True,
     )  # fmt: skip
 
 

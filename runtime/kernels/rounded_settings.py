@@ -18,6 +18,7 @@ from quantload.runtime.launch_settings import Settings, find
 __all__ = ["candidates", "family", "fits", "is_hopper", "rule", "settings_of", "suits_library"]
 
 _GROUP = 128  # columns of a group in `rounded_hopper`
+_FINE = 32  # and of one of which a step has four
 _FUSED_TOKENS = 8
 _LIBRARY_TOKENS = 64  # of blocks; of fewer it was never the fastest
 _SHARED = 232448 - 1024  # bytes that a program may use on sm_90
@@ -69,13 +70,16 @@ def rule(packed: PackedRounded, m: int) -> Settings:
     processors = _card(packed.codes.device)[0]
     if not is_hopper(packed):
         return _rule_general(packed, m, processors)
-    make = _rule_groups if packed.group else _rule_rows
+    make = _rule_rows
+    if packed.group:
+        make = _rule_fine if packed.group == _FINE else _rule_groups
     return make(packed, m, processors)
 
 
 def is_hopper(packed: PackedRounded) -> bool:
     """True if `rounded_hopper` serves: sm_90, rows of whole 16 bytes, blocks of whole tiles."""
-    are_tiles = not packed.group or (packed.group == _GROUP and packed.block_rows % 64 == 0)
+    are_blocks = packed.group == _GROUP and packed.block_rows % 64 == 0
+    are_tiles = packed.group in (0, _FINE) or are_blocks
     return are_tiles and packed.codes.shape[1] % 16 == 0 and _card(packed.codes.device)[2]
 
 
@@ -114,7 +118,12 @@ def fits(found: Settings, m: int, *, group: int, block_rows: int, shared: int) -
         return not group or m >= _LIBRARY_TOKENS
     if found.get("fused"):
         return not group and m <= _FUSED_TOKENS
-    if group and block_rows % found["bn"]:
+    if group == _FINE and not found.get("swap"):
+        return False
+    if found.get("parts"):
+        is_ring = found["stages"] >= 3 and (found["halves"] == 2 or found["stages"] % 2 == 0)
+        return group == _GROUP and found["parts"] <= block_rows and is_ring
+    if group == _GROUP and block_rows % found["bn"]:
         return False
     if found.get("wide"):
         return True
@@ -202,6 +211,15 @@ def _rule_groups(packed: PackedRounded, m: int, processors: int) -> Settings:
     return _tile(128, 128, 128, 4, exact=1, swap=0, warps=8, band=8)
 
 
+def _rule_fine(packed: PackedRounded, m: int, processors: int) -> Settings:
+    """Scales of groups of 32 columns: two programs a processor hide each other's waiting."""
+    n, k = packed.codes.shape
+    bm = min(64, max(8, triton.next_power_of_2(m)))
+    tiles = triton.cdiv(n, 64) * triton.cdiv(m, bm)
+    parts = max(1, min(2 * processors // tiles, triton.cdiv(k, 128) // 4))
+    return _tile(64, bm, 128, 6 if bm <= 32 else 5, parts, exact=1, band=8 if m > bm else 1)
+
+
 def _rule_general(packed: PackedRounded, m: int, processors: int) -> Settings:
     n, k = packed.codes.shape
     bk = packed.group or 128
@@ -215,6 +233,8 @@ def _rule_general(packed: PackedRounded, m: int, processors: int) -> Settings:
 
 def candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> Iterator[Settings]:
     """Yield settings of a product worth measuring, for processors of an H100 or H200."""
+    if group == _FINE:
+        yield from _fine_candidates(m, n, k)
     if group not in (0, _GROUP):
         return
     if m <= _FUSED_TOKENS and not group:
@@ -225,6 +245,8 @@ def candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> Iterator[
         yield from _wide_candidates(m, floats=floats, group=group)
     elif floats and m > 16 and not group:
         yield {"library": 1}
+    if group and 16 < m <= 512:
+        yield from _parts_candidates(m, n, k)
 
 
 def _fused_candidates(m: int, n: int, k: int) -> Iterator[Settings]:
@@ -263,6 +285,36 @@ def _narrow_candidates(m: int, n: int, k: int, *, floats: bool, group: int) -> I
                          "splits": splits, "swap": swap, "exact": exact, "band": 1}  # fmt: skip
                 if _bytes(found) <= _SHARED and bn * height <= 64 * 32 * warps:
                     yield found
+
+
+def _fine_candidates(m: int, n: int, k: int) -> Iterator[Settings]:
+    most = max(8, triton.next_power_of_2(m))
+    for bm in sorted({min(64, most), min(32, most)} if m <= 256 else {64}):
+        for stages in (4, 6, 8):
+            for share in (1, 2, 4):
+                tiles = triton.cdiv(n, 64) * triton.cdiv(m, bm)
+                splits = max(1, min(round(132 * share / tiles), triton.cdiv(k, 128) // 4))
+                if share == 1 or splits > 1:
+                    yield _tile(64, bm, 128, stages, splits, exact=1, band=8 if m > bm else 1)
+
+
+def _parts_candidates(m: int, n: int, k: int) -> Iterator[Settings]:
+    """Tiles of `rounded_parts` whose rounds of programs are all but full."""
+    halves, steps = 1 if m <= 64 else 2, triton.cdiv(k, _GROUP)
+    for rows in (32, 48, 64, 80, 96, 112, 128):
+        tiles = triton.cdiv(n, rows) * triton.cdiv(m, 64 * halves)
+        for splits in (1, 2, 3, 4):
+            for together in (1, 2):
+                rounds = tiles * splits / 132
+                is_full = rounds / math.ceil(rounds) > 0.8 and (splits == 1 or rounds <= together)
+                if not is_full or steps // splits < 4 or (together == 2 and rows > 64):
+                    continue
+                room = _SHARED // together - 2048 - (rows * 256 if halves == 1 else 0)
+                stages = min(8, room // ((rows + 64 * halves) * _GROUP))
+                stages -= stages % 2 if halves == 1 else 0  # see `rounded_parts`
+                if stages >= 3:
+                    yield {"parts": rows, "halves": halves, "stages": stages, "splits": splits,
+                           "beside": together - 1}  # fmt: skip
 
 
 def _wide_candidates(m: int, *, floats: bool, group: int) -> Iterator[Settings]:

@@ -27,7 +27,7 @@ class PackedRounded:
 
     Args:
         codes: [N, K] int8 or e4m3, contiguous.
-        scale: [N] float32; with groups [R, G].
+        scale: [N] float32; with groups [R, G], of 32 columns uint8 if all are powers of two: e8m0.
         sums: [N] int32, sums of the codes of a row, where the input has zero points.
         group: Columns that share a scale; 0 where a row has one.
         block_rows: Rows that share a scale, with groups.
@@ -54,7 +54,10 @@ class PackedRounded:
         scale = self.scale[:, None]
         if self.group:
             n, k = self.codes.shape
-            scale = _per_row(self.scale, self.block_rows, n)
+            scale = self.scale
+            if scale.dtype == torch.uint8:
+                scale = scale.view(torch.float8_e8m0fnu).float()
+            scale = _per_row(scale, self.block_rows, n)
             scale = scale.repeat_interleave(self.group, dim=1)[:, :k]
         return self.codes.float() * scale
 
@@ -133,6 +136,8 @@ def pack(weight: QuantTensor, input: InputScheme, *, device: torch.device) -> Pa
     is_uniform = not grouped and bool((scale == scale[:1]).all())
     if not grouped:
         scale = _per_row(scale, block_rows, weight.shape[0]).flatten()
+    if grouped and input.group_size == 32:
+        scale = _as_powers(scale)
     return PackedRounded(
         codes=weight.codes.contiguous(),
         scale=scale.contiguous(),
@@ -145,3 +150,9 @@ def pack(weight: QuantTensor, input: InputScheme, *, device: torch.device) -> Pa
 
 def _per_row(scale: Tensor, block_rows: int, rows: int) -> Tensor:
     return scale.repeat_interleave(block_rows, dim=0)[:rows]
+
+
+def _as_powers(scale: Tensor) -> Tensor:
+    """Return e8m0 bytes of scales that are all powers of two, else the scales."""
+    powers = scale.to(torch.float8_e8m0fnu)
+    return powers.view(torch.uint8) if torch.equal(powers.float(), scale) else scale

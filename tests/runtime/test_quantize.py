@@ -177,3 +177,15 @@ def test_programs_share_a_long_row(name, kernel_device) -> None:
     assert torch.equal(codes.cpu().view(torch.int8), wanted.view(torch.int8))
     found = scales.cpu()[:, 0] if scales.ndim == 2 else scales.cpu()
     assert torch.equal(found, divisor.float().flatten())
+
+
+def test_scales_of_a_group_lie_side_by_side(kernel_device) -> None:
+    from quantload.runtime.kernels.quantize_rows import quantize_rows
+
+    scheme = SCHEMES["e4m3-g128"]
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).to(kernel_device)
+    codes, scales = quantize_rows(x, scheme)
+    same, ordered = quantize_rows(x, scheme, by_group=True)
+    assert ordered.stride() == (1, 5)
+    assert torch.equal(ordered, scales)
+    assert torch.equal(same.view(torch.int8), codes.view(torch.int8))

@@ -349,8 +349,59 @@ def test_settings_of_few_tokens_are_not_taken_for_many() -> None:
     assert not fits({"fused": 1}, 9, group=0, block_rows=1, shared=0)
     assert not fits({"wide": 1, "bn": 128}, 512, group=128, block_rows=64, shared=0)
     for m in (1, 8, 64, 128, 1024):
-        for group in (0, 128):
+        for group in (0, 32, 128):
             found = list(candidates(m, 4096, 4096, floats=True, group=group))
             assert found
-            rows = 128 if group else 1
+            rows = 128 if group == 128 else 1
             assert all(fits(s, m, group=group, block_rows=rows, shared=227 << 10) for s in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 48, 64, 112, 128])
+@pytest.mark.parametrize(
+    ("halves", "splits", "beside"), [(1, 1, 0), (1, 3, 0), (2, 1, 0), (2, 2, 0)]
+)
+def test_tiles_in_parts(rows, halves, splits, beside) -> None:
+    from quantload.runtime.launch_settings import trying
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs sm_90")
+    if beside and rows > 64:
+        pytest.skip("too many registers for two programs")
+    case, device = CASES["e4m3-block"], torch.device("cuda")
+    settings = {"parts": rows, "halves": halves, "stages": 4, "splits": splits, "beside": beside}
+    # the last two: several tiles a program, of fewer steps than places and of more
+    for m, n, k in [(40, 1000, 1040), (200, 136, 4096), (64, 9000, 128), (200, 9000, 1040)]:
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(BF16)
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(BF16)
+        weight = make_weight(case, n, k)
+        with trying("rounded e4m3 g128", settings):
+            y, exact, size = product(case, x, weight, bias, device)
+            again, _, _ = product(case, x, weight, bias, device)
+        check(y, exact, size, sums=2.0**-12)
+        assert torch.equal(y, again)
+
+
+def test_parts_of_a_tile_are_powers_of_two() -> None:
+    from quantload.runtime.kernels.rounded_parts import parts_of
+
+    for rows in range(16, 129, 16):
+        found = parts_of(rows)
+        assert sum(found) == rows
+        assert len(found) <= 3
+        assert list(found) == sorted(found, reverse=True)
+        assert all(part & (part - 1) == 0 and part >= 16 for part in found)
+
+
+def test_scales_that_are_powers_of_two_are_bytes(kernel_device) -> None:
+    from quantload.runtime.kernels.rounded import pack
+
+    case = CASES["mxfp8"]
+    weight = make_weight(case, 24, 64)
+    packed = pack(weight, case.input, device=kernel_device)
+    assert packed.scale.dtype == torch.uint8
+    assert torch.equal(packed.values().cpu().double(), weight_values(weight))
+    odd = replace(weight, scale=weight.scale.float() * 1.25)
+    packed = pack(odd, case.input, device=kernel_device)
+    assert packed.scale.dtype == torch.float32
+    assert torch.equal(packed.values().cpu().double(), weight_values(odd))
