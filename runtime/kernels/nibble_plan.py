@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +27,13 @@ __all__ = [
     "plan_for",
 ]
 
-_ENOUGH_TILES = 90  # for one program a tile, on a card of about 132 processors
+# tiles of "wide" (rows, tokens, stages, step): us that a round of them takes an H200, 4096 columns
+_WIDE_INT = {
+    (256, 128, 4, 32): 43.0, (128, 256, 3, 32): 41.0, (128, 128, 2, 64): 21.2,
+    (128, 64, 4, 64): 12.2,
+}  # fmt: skip
+_WIDE = {(256, 128, 4, 32): 47.5, (128, 128, 5, 32): 23.5, (128, 64, 4, 64): 16.0}
+_MOST_UNPACKED = 2048  # tokens; of more, unpacking once for cuBLAS takes less
 _PROCESSORS = 132  # of the cards that settings are searched on; others search a bit beside
 _Path = Literal["decode", "mid", "dense", "gemv", "parallel", "overlap", "wide"]
 _PATHS: tuple[_Path, ...] = ("decode", "mid", "dense", "gemv", "parallel", "overlap", "wide")
@@ -109,8 +116,8 @@ def plan_for(weight: NibbleWeight, tokens: int, device: torch.device) -> Plan:
         plan = Plan.from_settings(settings)
     else:
         plan = by_rule(tokens, (blocks, rows, columns), card)
-        if plan.path == "mid":
-            plan = _of_many(plan, weight, tokens)
+        if plan.path == "mid" or (plan.path == "dense" and tokens <= _MOST_UNPACKED):
+            plan = _of_many(plan, weight, tokens, card)
     if not _is_served(plan, weight):
         plan = by_rule(tokens, (blocks, rows, columns), card, plain=True)
     if plan.path == "mid":
@@ -127,18 +134,30 @@ def overlaps(weight: NibbleWeight) -> bool:
     return is_served and of_pairs and weight.dtype == torch.bfloat16
 
 
-def _of_many(plan: Plan, weight: NibbleWeight, tokens: int) -> Plan:
+def _of_many(plan: Plan, weight: NibbleWeight, tokens: int, card: Card) -> Plan:
     """Return the plan of hundreds of tokens for a weight: overlapping where tiles are enough."""
-    tiles = -(-weight.rows // 128)
-    if overlaps(weight):
-        for size, stages in ((128, 2), (64, 3)):
-            if tiles * -(-tokens // size) >= _ENOUGH_TILES:
-                return Plan(
-                    "overlap", rows=128, tokens=size, warps=8, stages=stages, step=64, swizzle=8
-                )  # fmt: skip
-    if weight.is_folded:
+    if card.has_copy_engine and overlaps(weight):
+        rounds, wide = _in_fewest_rounds(weight, tokens, card.processors)
+        if rounds:
+            return wide
+    if weight.is_folded and plan.path == "mid":
         return replace(plan, stages=4, step=32)  # scales take some of the shared memory
     return plan
+
+
+def _in_fewest_rounds(weight: NibbleWeight, tokens: int, processors: int) -> tuple[int, Plan]:
+    """Return the "wide" plan whose rounds of tiles take the least time, and their number.
+
+    Rounds are none where most processors would have no tile.
+    """
+    found: list[tuple[float, int, Plan]] = []
+    for (rows, size, stages, step), cost in (_WIDE_INT if weight.form == "int" else _WIDE).items():
+        tiles = -(-weight.rows // rows) * -(-tokens // size)
+        rounds = -(-tiles // processors) if 5 * tiles >= 2 * processors else 0
+        plan = Plan("wide", rows=rows, tokens=size, stages=stages, step=step, swizzle=8)
+        found.append((cost * rounds or math.inf, rounds, plan))
+    _, rounds, plan = min(found, key=lambda one: one[0])
+    return rounds, plan
 
 
 def _busy(plan: Plan, tokens: int, rows: int, blocks: int, processors: int) -> Plan:

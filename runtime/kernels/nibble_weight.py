@@ -31,6 +31,7 @@ from quantload.runtime.kernels.nibble_layout import SLICE_COLUMNS, lookup_table,
 __all__ = ["NibbleWeight", "pack", "why_not_form"]
 
 _BIAS = 8  # int2 .. int4 are held as code + 8
+_LARGE = 2.0**30
 _LARGEST_ZERO = 63  # what `unpack4` subtracts exactly
 _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -280,11 +281,15 @@ def _scale_parts(weight: QuantTensor) -> _ScaleParts:
     offset = None if weight.offset is None else weight.offset.float()
     if weight.zero is not None and zero is None:
         offset = -(weight.zero.double() * weight.multiplier.double()).float()
-    if weight.outer is None:
-        return _ScaleParts(scale, zero, offset, None)
-    n_rows, factor = weight.shape[0], weight.outer.double()
-    if weight.evaluation.outer.endswith("/"):
+    n_rows, factor = weight.shape[0], None if weight.outer is None else weight.outer.double()
+    if factor is not None and weight.evaluation.outer.endswith("/"):
         factor = 1 / factor
+    if offset is None and scale.dtype == torch.bfloat16 and bool((scale.abs() >= _LARGE).any()):
+        # NOTE: `nibble_wide` holds scales times 2^97; a power of two may as well stand outside
+        scale = scale / _LARGE**2
+        factor = (1.0 if factor is None else factor) * scale.new_full((1, 1), _LARGE**2).double()
+    if factor is None:
+        return _ScaleParts(scale, zero, offset, None)
     if weight.offset is not None and weight.evaluation.outer.startswith("scale"):
         # the offset is not multiplied by `outer`, so the scale takes it
         scale = (weight.multiplier.expand(n_rows, -1).double() * factor).float()
