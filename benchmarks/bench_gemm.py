@@ -2,6 +2,7 @@
 
     python benchmarks/bench_gemm.py [--formats w4a16_g128,fp8_ch] [--shapes 8b.qkv] [--tokens 1,16]
                                     [--out results/gemm.json] [--harness FOLDER --peers a,b]
+    python benchmarks/bench_gemm.py --warm 14 ...          compiles in 14 processes first
     python benchmarks/bench_gemm.py --table results/gemm.json
 
 Contestants: the layer that a loaded model has (`ours+q` rounds its input in the time, `ours` gets
@@ -17,6 +18,8 @@ import contextlib
 import importlib
 import itertools
 import json
+import multiprocessing
+import queue
 import sys
 import time
 import traceback
@@ -84,10 +87,11 @@ class Contestant:
 
 @dataclass
 class Run:
-    """Everything measured, and where it is written."""
+    """Everything measured, and where it is written; `untimed` runs only compile and check."""
 
     options: argparse.Namespace
     harness: Any = None
+    untimed: bool = False
     started: float = field(default_factory=time.monotonic)
     rows: list[dict[str, Any]] = field(default_factory=list)
     failed: list[dict[str, Any]] = field(default_factory=list)
@@ -97,7 +101,7 @@ class Run:
         return self.options.seconds - (time.monotonic() - self.started)
 
     def save(self) -> None:
-        if self.options.out:
+        if self.options.out and not self.untimed:
             environment = {
                 "card": torch.cuda.get_device_name(),
                 "torch": torch.__version__,
@@ -198,7 +202,8 @@ def measure(run: Run, fmt: str, shape: str, tokens: list[int]) -> None:
     held = []
     for contestant in (*ours(fmt, weight, inputs), *peers(run, fmt, weight, inputs)):
         try:
-            held.append((contestant, copies(contestant.state, size)))
+            states = [contestant.state] if run.untimed else copies(contestant.state, size)
+            held.append((contestant, states))
         except Exception as error:  # noqa: BLE001 - as above
             run.fail(error, name=contestant.name, fmt=fmt, shape=shape)
     for m in tokens:
@@ -234,6 +239,8 @@ def _measure_cell(
         try:
             ours = contestant.name.startswith("ours")
             error = relative_error(contestant, states[0], m, exact[ours])
+            if run.untimed:
+                continue
             least = len(states) if m <= CHECKED_ROWS else 2
             call = lambda i, c=contestant, s=states: c.run(s[i], m)  # noqa: E731
             graphs.append(capture(call, len(states), least=least))
@@ -241,6 +248,8 @@ def _measure_cell(
         except Exception as problem:  # noqa: BLE001 - as above
             run.fail(problem, name=contestant.name, **cell)
             torch.cuda.synchronize()
+    if run.untimed:
+        return
     limit = limit_us(cell["fmt"], size + 2 * m * (n + k), 2 * m * n * k)
     for (contestant, error), took in zip(
         ready, in_turns(graphs, rounds=9 if m <= CHECKED_ROWS else 5), strict=True
@@ -282,6 +291,30 @@ def limit_us(fmt: str, size: int, operations: int) -> float | None:
     return max(size / limits.read_gb_s / 1e3, operations / compute / 1e6 if compute else 0.0)
 
 
+def warm(options: argparse.Namespace, cells: list[tuple[str, str, list[int]]]) -> None:
+    """Compile and check what will be timed, in `--warm` processes, cells in their order."""
+    context = multiprocessing.get_context("spawn")
+    tasks = context.Queue()
+    for fmt, shape, tokens in cells:
+        for some in (tokens[::2], tokens[1::2]):
+            tasks.put((fmt, shape, some))
+    workers = [context.Process(target=_warm, args=(tasks, options)) for _ in range(options.warm)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def _warm(tasks: Any, options: argparse.Namespace) -> None:
+    run = Run(options, untimed=True)
+    if options.harness:
+        run.harness = load_harness(options.harness, options.peers)
+    with torch.no_grad(), contextlib.suppress(queue.Empty):
+        while True:
+            attempt(run, *tasks.get(timeout=1))
+            torch.cuda.empty_cache()
+
+
 def show(row: dict[str, Any]) -> None:
     share = f"{row['limit_us'] / row['us']:6.1%}" if row["limit_us"] else ""
     print(
@@ -318,10 +351,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", default="torch_peers", help="modules in peers/")
     parser.add_argument("--only", default="", help="parts of names of peers")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after it")
+    parser.add_argument("--warm", type=int, default=0, help="processes that compile first")
     parser.add_argument("--out", default="", help="JSON file of all rows")
     parser.add_argument("--table", default="", help="print the tables of such a file instead")
     parser.add_argument("-v", "--verbose", action="store_true")
     return parser.parse_args()
+
+
+def given_cells(options: argparse.Namespace) -> list[str]:
+    """Return FORMATS:SHAPES:TOKENS as they were given."""
+    return options.cells or [f"{options.formats}:{options.shapes}:{options.tokens}"]
 
 
 def main() -> int:
@@ -332,12 +371,18 @@ def main() -> int:
     run = Run(options)
     if options.harness:
         run.harness = load_harness(options.harness, options.peers)
-    cells = options.cells or [f"{options.formats}:{options.shapes}:{options.tokens}"]
+    cells = [
+        (fmt, shape, [int(m) for m in tokens.split(",")])
+        for formats, shapes, tokens in (part.split(":") for part in given_cells(options))
+        for shape, fmt in itertools.product(shapes.split(","), formats.split(","))
+    ]
+    if options.warm:
+        warm(options, cells)
+        run.started = time.monotonic()
     with torch.no_grad(), contextlib.suppress(KeyboardInterrupt):
-        for formats, shapes, tokens in (part.split(":") for part in cells):
-            for shape, fmt in itertools.product(shapes.split(","), formats.split(",")):
-                if run.left > 5:
-                    attempt(run, fmt, shape, [int(m) for m in tokens.split(",")])
+        for fmt, shape, tokens in cells:
+            if run.left > 5:
+                attempt(run, fmt, shape, tokens)
     run.save()
     print(gemm_table.markdown(run.rows))
     wrong = [row for row in run.rows if not row["ok"]]
