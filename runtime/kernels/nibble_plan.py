@@ -343,6 +343,10 @@ def _for_tens(m: int, n: int, k: int) -> Iterator[Plan]:
                 "overlap", rows=128, tokens=tokens, stages=stages, warps=warps, step=step,
                 shared=shared,
             )  # fmt: skip
+    for (rows, stages, step), shared in itertools.product(
+        ((128, 4, 64), (128, 8, 32), (256, 3, 64), (256, 5, 32)), (0, 1)
+    ):
+        yield Plan("wide", rows=rows, tokens=tokens, stages=stages, step=step, shared=shared)
 
 
 def _for_many(m: int, n: int) -> Iterator[Plan]:

@@ -39,10 +39,15 @@ PLANS = (
     {"rows": 256, "tokens": 128, "stages": 4},
     {"rows": 256, "tokens": 128, "stages": 4, "shared": 1},
     {"rows": 128, "tokens": 128, "stages": 2, "step": 64, "shared": 1},
+    {"rows": 128, "tokens": 64, "stages": 4, "step": 64},
+    {"rows": 256, "tokens": 32, "stages": 5},
+    {"rows": 128, "tokens": 32, "stages": 8, "shared": 1},
 )
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=("persistent", "shared", "narrow"))
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=("persistent", "shared", "narrow", "64", "32", "32-shared")
+)
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
 def test_products_are_not_serialized(scheme, plan, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
