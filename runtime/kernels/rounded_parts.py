@@ -340,7 +340,7 @@ def ring_bytes(s: Settings) -> int:
 
 
 def _descriptor(codes: Tensor, rows: int) -> TensorDescriptor:
-    """Describe tiles of `rows` x 128 codes."""
+    """Describe how the copy engine reads tiles of `rows` x 128 codes."""
     layout = layout_of_tile(rows, _BK, False)
     return TensorDescriptor(codes, list(codes.shape), [codes.shape[1], 1], [rows, _BK], layout)
 
@@ -366,16 +366,11 @@ def launch_parts(
     processors = torch.cuda.get_device_properties(codes.device).multi_processor_count
     items, together = tiles * splits, 2 if s["beside"] else 1
     partial, locks = scratch(out.device, tiles * halves, bn * _HALF, splits, False)
-    weights = [
-        TensorDescriptor(
-            packed.codes, [n, k], [k, 1], [rows, _BK], layout_of_tile(rows, _BK, False)
-        )
-        for rows in sizes
-    ]
-    x = TensorDescriptor(codes, [m, k], [k, 1], [_HALF, _BK], layout_of_tile(_HALF, _BK, False))
+    weights = [_descriptor(packed.codes, rows) for rows in sizes]
     more = {"maxnreg": _BESIDE} if s["beside"] else {}
     rounded_gemm_parts[(min(items, together * processors),)](
-        *weights, *[None] * (3 - len(weights)), x, packed.scale, scales, bias, out, partial, locks,
+        *weights, *[None] * (3 - len(weights)), _descriptor(codes, _HALF), packed.scale, scales,
+        bias, out, partial, locks,
         m, n, steps, splits, items, scales.shape[1], packed.block_rows, len(packed.scale),
         HALVES=halves, STAGES=s["stages"], STRADDLES=packed.block_rows % bn > 0, SPLIT=splits > 1,
         REGISTERS=104 if s["beside"] else 232, num_warps=4, launch_pdl=True, **more,
