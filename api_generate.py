@@ -270,7 +270,9 @@ class TextDecoder:
         from quantload.layers.step_model import check_length
 
         longest = max(len(prompt) for prompt in prompts)
-        check_length(self.model, longest + max_new_tokens)
+        apart = self.model.config.is_encoder_decoder  # new tokens have positions of their own
+        length = max(longest, max_new_tokens) if apart else longest + max_new_tokens
+        check_length(self.model, length)
         choice.check_sampling(sampling, own_loop=self.decoder is not None)
         chosen = sampling or choice.Sampling()
         config = choice.generation_config(
