@@ -21,14 +21,38 @@ from quantload.arguments import check_type, plain
 from quantload.errors import ConfigError
 from quantload.runtime.generate import Chooser
 
-
 _TAKEN = frozenset(
-    "bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id "
-    "encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff "
-    "eta_cutoff exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id "
-    "guidance_scale min_length min_new_tokens min_p no_repeat_ngram_size pad_token_id "
-    "remove_invalid_values renormalize_logits repetition_penalty sequence_bias suppress_tokens "
-    "temperature top_h top_k top_p typical_p watermarking_config".split()
+    {
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "eos_token_id",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "guidance_scale",
+        "min_length",
+        "min_new_tokens",
+        "min_p",
+        "no_repeat_ngram_size",
+        "pad_token_id",
+        "remove_invalid_values",
+        "renormalize_logits",
+        "repetition_penalty",
+        "sequence_bias",
+        "suppress_tokens",
+        "temperature",
+        "top_h",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "watermarking_config",
+    }
 )  # what logits processors and the ends of texts are made of
 _CHANGES_NOTHING = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
 _OWN_NAMES = {
@@ -96,7 +120,7 @@ class Sampling:
     def without_effect(self) -> list[str]:
         """Return settings of transformers that the decoding loop would not heed."""
         neutral = {**_CHANGES_NOTHING, "do_sample": self.sample}
-        known = vars(GenerationConfig()).keys() - _TAKEN
+        known = vars(GenerationConfig()).keys() - _TAKEN  # type: ignore[no-untyped-call]
         return sorted(
             name
             for name, value in self.more.items()

@@ -6,7 +6,12 @@ import pytest
 import tiny_checkpoints as tiny
 import torch
 from click.testing import CliRunner
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import quantload
 from quantload import api_bench, api_cache, api_generate
@@ -151,6 +156,18 @@ def test_models_of_other_kinds_run_through_transformers():
     assert found.reason in ("stop", "length")
 
 
+def test_prompt_and_new_tokens_of_an_encoder_have_positions_of_their_own():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    widths = {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    config = BartConfig(vocab_size=64, max_position_embeddings=12, **sizes, **heads, **widths)
+    decoder = quantload.TextDecoder(BartForConditionalGeneration(config).eval())
+    assert decoder.generate([5] * 10, max_new_tokens=8)[0].ids
+    with pytest.raises(ConfigError, match="expected at most `12`"):
+        decoder.generate([5] * 13, max_new_tokens=8)
+
+
 def test_refusals(model):
     with pytest.raises(ModelError, match="a prompt is text and there is no tokenizer"):
         quantload.generate(model, "text")
@@ -164,15 +181,13 @@ def test_refusals(model):
         quantload.TextDecoder(torch.nn.Linear(2, 2))
     with pytest.raises(ModelError, match="no fused decoding of"):
         quantload.TextDecoder(model, fused=True)
-    with pytest.raises(WrongType, match="`sampling` is .*, expected a `Sampling` or None"):
+    with pytest.raises(WrongType, match=r"`sampling` is .*, expected a `Sampling` or None"):
         quantload.TextDecoder(model).generate([1, 2], sampling={"temperature": 1.0})
     with pytest.raises(WrongType, match="`chat` is `no` of type `str`"):
         quantload.TextDecoder(model, Letters()).stream("a", chat="no")
-    with pytest.raises(
-        ConfigError, match="prompt is no text: it has the half character `U\\+DCFF`"
-    ):
+    with pytest.raises(ConfigError, match=r"no text: it has the half character `U\+DCFF`"):
         quantload.generate(model, "a\udcff", tokenizer=Letters())
-    with pytest.raises(ConfigError, match="`seed` is .*, expected at most 64 bits"):
+    with pytest.raises(ConfigError, match=r"`seed` is .*, expected at most 64 bits"):
         quantload.generate(model, [1, 2], sample=True, seed=2**70)
     assert quantload.generate(model, []) == []
 
