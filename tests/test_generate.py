@@ -17,6 +17,7 @@ import quantload
 from quantload import api_bench, api_cache, api_generate
 from quantload.cli import main
 from quantload.errors import ConfigError, ModelError, UnsupportedVariant, WrongType
+from quantload.layers.synthetic import CONFIGS
 
 VOCABULARY = 128
 STOP = 7
@@ -275,6 +276,10 @@ def test_bench_of_a_checkpoint(folder):
         (("--synthetic", "tiny", "--batch", "0"), "expected at least 1"),
         (("--synthetic", "tiny", "--kv-cache", "fp8"), "is not built for"),
         (("--synthetic", "huge"), "no synthetic model `huge`"),
+        (
+            ("--synthetic", "huge"),
+            "expected one of " + ", ".join(f"`{n}`" for n in sorted(CONFIGS)),
+        ),
         (("--synthetic", "tiny", "--layers", "-1"), "`layers` is -1, expected at least 1"),
         (("--synthetic", "tiny", "--layers", "0"), "`layers` is 0, expected at least 1"),
     ],
