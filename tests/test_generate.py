@@ -21,6 +21,7 @@ from quantload.layers.synthetic import CONFIGS
 
 VOCABULARY = 128
 STOP = 7
+SHAPES = ", ".join(f"`{name}`" for name in sorted(CONFIGS))
 
 
 class Letters:
@@ -278,7 +279,7 @@ def test_bench_of_a_checkpoint(folder):
         (("--synthetic", "huge"), "no synthetic model `huge`"),
         (
             ("--synthetic", "huge"),
-            "expected one of " + ", ".join(f"`{n}`" for n in sorted(CONFIGS)),
+            "expected one of " + SHAPES,
         ),
         (("--synthetic", "tiny", "--layers", "-1"), "`layers` is -1, expected at least 1"),
         (("--synthetic", "tiny", "--layers", "0"), "`layers` is 0, expected at least 1"),
