@@ -127,6 +127,8 @@ def synthetic(
     from quantload.layers.synthetic import build_synthetic  # transformers: seconds to import
 
     check_type("scheme", scheme, (str, NoneType), expected="the name of a scheme")
+    if layers is not None:
+        (layers,) = check_counts(1, layers=layers)
     chosen = parse_scheme(scheme or "dense")
     kind = parse_dtype(dtype) or torch.bfloat16
     return build_synthetic(name, chosen, device=parse_device(device), dtype=kind, layers=layers)

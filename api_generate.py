@@ -138,6 +138,7 @@ class TextDecoder:
         sampling: Sampling | None = None,
     ) -> Iterator[Piece]:
         """Yield what each token adds, in the order of the steps; see `generate`."""
+        check_flags(chat=chat)
         ids = [self._ids_of(prompt, chat=chat) for prompt in as_prompts(prompts)]
         return self._stream(ids, max_new_tokens, stop, sampling)
 
@@ -269,7 +270,10 @@ class TextDecoder:
         from quantload.layers.step_model import check_length
 
         longest = max(len(prompt) for prompt in prompts)
-        check_length(self.model, longest + max_new_tokens)
+        apart = self.model.config.is_encoder_decoder  # new tokens have positions of their own
+        length = max(longest, max_new_tokens) if apart else longest + max_new_tokens
+        check_length(self.model, length)
+        choice.check_sampling(sampling, own_loop=self.decoder is not None)
         chosen = sampling or choice.Sampling()
         config = choice.generation_config(
             self.model, chosen, prompt_length=longest, max_new_tokens=max_new_tokens

@@ -59,7 +59,7 @@ def parse_numbers(text: str, option: str) -> list[int]:
         ConfigError: Something else stands there.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdigit() and int(part) for part in parts):
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigError(f"`{option}` is `{text}`, expected positive numbers such as `1,16`")
     return [int(part) for part in parts]
 

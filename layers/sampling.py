@@ -17,9 +17,49 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from quantload.arguments import plain
+from quantload.arguments import check_type, plain
 from quantload.errors import ConfigError
 from quantload.runtime.generate import Chooser
+
+_TAKEN = frozenset(
+    {
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "eos_token_id",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "guidance_scale",
+        "min_length",
+        "min_new_tokens",
+        "min_p",
+        "no_repeat_ngram_size",
+        "pad_token_id",
+        "remove_invalid_values",
+        "renormalize_logits",
+        "repetition_penalty",
+        "sequence_bias",
+        "suppress_tokens",
+        "temperature",
+        "top_h",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "watermarking_config",
+    }
+)  # what logits processors and the ends of texts are made of
+_CHANGES_NOTHING = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
+_OWN_NAMES = {
+    "do_sample": "`sample`",
+    "max_length": "`max_new_tokens`",
+    "stop_strings": "`stop`",
+}  # of what the decoding loop does in its own way
 
 
 @dataclass(frozen=True)
@@ -52,6 +92,8 @@ class Sampling:
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
             if isinstance(share, int | float) and not 0 <= share <= 1:
                 raise ConfigError(f"`{name}` is {share}, expected a share between 0 and 1")
+        if isinstance(self.seed, int) and not -(2**63) <= self.seed < 2**64:
+            raise ConfigError(f"`seed` is {self.seed}, expected at most 64 bits")
 
     def settings(self) -> dict[str, Any]:
         """Return what differs from the model's generation config.
@@ -74,6 +116,38 @@ class Sampling:
         if self.repetition_penalty is not None:
             given["repetition_penalty"] = self.repetition_penalty
         return {"do_sample": self.sample, **given, **self.more}
+
+    def without_effect(self) -> list[str]:
+        """Return settings of transformers that the decoding loop would not heed."""
+        neutral = {**_CHANGES_NOTHING, "do_sample": self.sample}
+        known = vars(GenerationConfig()).keys() - _TAKEN  # type: ignore[no-untyped-call]
+        return sorted(
+            name
+            for name, value in self.more.items()
+            if name in known and value is not None and value != neutral.get(name, False)
+        )
+
+
+def check_sampling(sampling: object, *, own_loop: bool) -> None:
+    """Refuse what is no `Sampling`, and settings that the decoding loop would not heed.
+
+    Args:
+        sampling: A `Sampling` or None.
+        own_loop: False where transformers' own `generate` runs, which heeds all of them.
+
+    Raises:
+        WrongType: It is something else.
+        ConfigError: There are such settings.
+    """
+    check_type("sampling", sampling, (Sampling, type(None)), expected="a `Sampling` or None")
+    names = sampling.without_effect() if isinstance(sampling, Sampling) and own_loop else []
+    if names:
+        own = [f"{_OWN_NAMES[name]} for `{name}`" for name in names if name in _OWN_NAMES]
+        raise ConfigError(
+            f"`{'`, `'.join(names)}` would change nothing here"
+            + (f", expected {', '.join(own)}" if own else ""),
+            hint="the model's own `generate` knows all settings of transformers",
+        )
 
 
 def generation_config(
@@ -161,4 +235,4 @@ def pad_id(config: GenerationConfig) -> int:
     return 0 if found is None else int(found)
 
 
-__all__ = ["Sampling", "chooser", "generation_config", "pad_id", "stop_ids"]
+__all__ = ["Sampling", "check_sampling", "chooser", "generation_config", "pad_id", "stop_ids"]

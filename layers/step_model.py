@@ -165,14 +165,19 @@ def why_not_decodable(model: nn.Module) -> str:
 
 
 def check_length(model: nn.Module, length: int) -> None:
-    """Refuse rows that are longer than a model's table of learned positions.
+    """Refuse rows that are longer than a table of learned positions of a text model.
 
     Raises:
         ConfigError: They are.
     """
+    text = model
+    if isinstance(model, PreTrainedModel) and not model.config.is_encoder_decoder:
+        text = model.get_decoder()  # type: ignore[no-untyped-call]  # not what looks at pictures
+    held = {id(module) for module in text.modules()}
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
-        if isinstance(module, nn.Embedding) and ("pos" in name or name == "wpe"):
+        is_table = isinstance(module, nn.Embedding) and id(module) in held
+        if is_table and ("pos" in name or name == "wpe"):
             room = module.num_embeddings - int(getattr(module, "offset", 0))
             if length > room:
                 raise ConfigError(

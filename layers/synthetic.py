@@ -171,7 +171,8 @@ def build_synthetic(
         ConfigError: There is no such shape, or the scheme does not fit a layer.
     """
     if name not in CONFIGS:
-        raise ConfigError(f"no synthetic model `{name}`, expected one of {listed(CONFIGS)}")
+        names = listed(CONFIGS, limit=len(CONFIGS))
+        raise ConfigError(f"no synthetic model `{name}`, expected one of {names}")
     config = dict(CONFIGS[name]) | ({} if layers is None else {"num_hidden_layers": layers})
     model = build_on_meta(config, Path("synthetic") / name, dtype=dtype)
     schemes = _schemes(model, scheme)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from quantload.errors import ModelError
+from quantload.errors import ConfigError, ModelError
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -39,8 +39,12 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool = 
         chat: Put the prompt into the tokenizer's chat template.
 
     Raises:
+        ConfigError: The prompt is no text, as bytes of a command line that are no UTF-8.
         ModelError: `chat` is asked for and the tokenizer has no chat template.
     """
+    half = next((letter for letter in prompt if "\ud800" <= letter <= "\udfff"), None)
+    if half is not None:  # tokenizers fail with a message about types
+        raise ConfigError(f"a prompt is no text: it has the half character `U+{ord(half):04X}`")
     if chat and not tokenizer.chat_template:
         raise ModelError("the tokenizer has no chat template", hint="leave `--chat` away")
     if chat:

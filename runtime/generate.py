@@ -173,7 +173,11 @@ class Decoder:
     ) -> Iterator[NewToken]:
         longest = max(len(prompt) for prompt in prompts)
         slot = self.slot(len(prompts), longest + rules.max_new_tokens)
-        logits = slot.start(*self._padded(prompts, slot.cache.batch, rules.pad_id))
+        try:
+            logits = slot.start(*self._padded(prompts, slot.cache.batch, rules.pad_id))
+        except Exception:  # a cache that is too large for the memory would serve all later prompts
+            self._slots.pop(slot.cache.batch, None)
+            raise
         choosing = _Choosing(prompts, rules, slot) if rules.choose is not None else None
         if choosing is not None:
             choosing(logits)

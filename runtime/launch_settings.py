@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -246,7 +247,7 @@ def parse_table(text: str, *, where: str) -> Table:
     """
     try:
         found = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise _damaged(where, f"it is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise _damaged(where, f"found {_kind(found)}, expected an object")
@@ -277,10 +278,10 @@ def _entries(found: Any, name: str, where: str) -> _ByTokens:  # noqa: ANN401 - 
         for shape, tokens in _object(shapes, f"`{name}.{kernel}`", where).items():
             place = f"`{name}.{kernel}.{shape}`"
             rows, _, columns = shape.partition("x")
-            if not (rows.isdigit() and columns.isdigit()):
+            if not (rows.isdecimal() and columns.isdecimal()):
                 raise _damaged(where, f"{place} is no shape, expected `NxK`, such as `6144x4096`")
             for count, entry in _object(tokens, place, where).items():
-                if not count.isdigit() or not int(count):
+                if not count.isdecimal() or not int(count):
                     raise _damaged(where, f"{place} has tokens `{count}`, expected a number")
                 _check_entry(entry, is_time=name == "us", place=f"{place} at {count}", where=where)
                 result.setdefault(kernel, {}).setdefault(shape, {})[int(count)] = entry
@@ -299,9 +300,10 @@ def _check_entry(
             raise _damaged(where, f"{place} is `{entry}`, expected microseconds")
         return
     settings = _object(entry, place, where)
-    wrong = next((k for k, v in settings.items() if not isinstance(v, int)), None)
+    wrong = next((k for k, v in settings.items() if type(v) is not int or v < 0), None)
     if wrong is not None:
-        raise _damaged(where, f"{place}: `{wrong}` is `{settings[wrong]}`, expected an integer")
+        found = f"`{wrong}` is `{settings[wrong]}`"
+        raise _damaged(where, f"{place}: {found}, expected an integer that is not negative")
 
 
 def _object(found: Any, place: str, where: str) -> dict[str, Any]:  # noqa: ANN401 - as above
@@ -311,7 +313,8 @@ def _object(found: Any, place: str, where: str) -> dict[str, Any]:  # noqa: ANN4
 
 
 def _is_number(found: object) -> bool:
-    return isinstance(found, int | float) and not isinstance(found, bool)
+    """True for a finite number; JSON of Python has others."""
+    return isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
 
 
 def _kind(found: object) -> str:
@@ -361,11 +364,19 @@ def _table(card: str) -> Table:
     table = Table(card)
     packaged = resources.files("quantload.runtime") / "tuned" / f"{_file_name(card)}.json"
     if packaged.is_file():
-        table = table.updated(parse_table(packaged.read_text(), where=packaged.name))
+        text = packaged.read_text(encoding="utf-8")
+        table = table.updated(parse_table(text, where=packaged.name))
     own = user_table(card)
     if own.is_file():
-        table = table.updated(parse_table(own.read_text(), where=str(own)))
+        table = table.updated(parse_table(_text_of(own), where=str(own)))
     return table
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _damaged(str(path), str(error)) from error
 
 
 def _card(index: int | None) -> str:

@@ -11,6 +11,7 @@ from moe_models import moe_model
 import quantload
 from quantload import api
 from quantload.cli import main
+from quantload.cli_explain import parse_numbers
 from quantload.errors import ConfigError
 from quantload.layers import kernel_facts
 from quantload.layers.linear import QuantLinear
@@ -116,6 +117,12 @@ def test_tokens_are_at_least_one(folder):
     model = quantload.load(folder, device="cpu")
     with pytest.raises(ConfigError, match="`tokens` is 0, expected at least 1"):
         quantload.explain(model, tokens=[4, 0])
+
+
+@pytest.mark.parametrize("text", ["1,²", "0", "-1", "1.5", ","])
+def test_the_command_refuses_what_is_no_number(text):
+    with pytest.raises(ConfigError, match="expected positive numbers such as"):
+        parse_numbers(text, "--tokens")
 
 
 def test_experts_are_told_together(tmp_path):

@@ -6,15 +6,22 @@ import pytest
 import tiny_checkpoints as tiny
 import torch
 from click.testing import CliRunner
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import quantload
 from quantload import api_bench, api_cache, api_generate
 from quantload.cli import main
-from quantload.errors import ConfigError, ModelError, UnsupportedVariant
+from quantload.errors import ConfigError, ModelError, UnsupportedVariant, WrongType
+from quantload.layers.synthetic import CONFIGS
 
 VOCABULARY = 128
 STOP = 7
+SHAPES = ", ".join(f"`{name}`" for name in sorted(CONFIGS))
 
 
 class Letters:
@@ -151,6 +158,18 @@ def test_models_of_other_kinds_run_through_transformers():
     assert found.reason in ("stop", "length")
 
 
+def test_prompt_and_new_tokens_of_an_encoder_have_positions_of_their_own():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    widths = {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    config = BartConfig(vocab_size=64, max_position_embeddings=12, **sizes, **heads, **widths)
+    decoder = quantload.TextDecoder(BartForConditionalGeneration(config).eval())
+    assert decoder.generate([5] * 10, max_new_tokens=8)[0].ids
+    with pytest.raises(ConfigError, match="expected at most `12`"):
+        decoder.generate([5] * 13, max_new_tokens=8)
+
+
 def test_refusals(model):
     with pytest.raises(ModelError, match="a prompt is text and there is no tokenizer"):
         quantload.generate(model, "text")
@@ -164,7 +183,33 @@ def test_refusals(model):
         quantload.TextDecoder(torch.nn.Linear(2, 2))
     with pytest.raises(ModelError, match="no fused decoding of"):
         quantload.TextDecoder(model, fused=True)
+    with pytest.raises(WrongType, match=r"`sampling` is .*, expected a `Sampling` or None"):
+        quantload.TextDecoder(model).generate([1, 2], sampling={"temperature": 1.0})
+    with pytest.raises(WrongType, match="`chat` is `no` of type `str`"):
+        quantload.TextDecoder(model, Letters()).stream("a", chat="no")
+    with pytest.raises(ConfigError, match=r"no text: it has the half character `U\+DCFF`"):
+        quantload.generate(model, "a\udcff", tokenizer=Letters())
+    with pytest.raises(ConfigError, match=r"`seed` is .*, expected at most 64 bits"):
+        quantload.generate(model, [1, 2], sample=True, seed=2**70)
     assert quantload.generate(model, []) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 4}, "`num_beams`"),
+        ({"stop_strings": ["a"]}, "`stop_strings` .*`stop`"),
+        ({"max_length": 9, "max_time": 1.0}, "`max_length`, `max_time`"),
+        ({"do_sample": True}, "`do_sample` .*`sample`"),
+        ({"num_return_sequences": 2}, "`num_return_sequences`"),
+        ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens`"),
+        ({"cache_implementation": "quantized"}, "`cache_implementation`"),
+        ({"return_dict_in_generate": True}, "`return_dict_in_generate`"),
+    ],
+)
+def test_settings_that_would_change_nothing_are_refused(model, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        quantload.generate(model, [1, 2], **settings)
 
 
 # -- the command line ------------------------------------------------------------------------------
@@ -232,6 +277,12 @@ def test_bench_of_a_checkpoint(folder):
         (("--synthetic", "tiny", "--batch", "0"), "expected at least 1"),
         (("--synthetic", "tiny", "--kv-cache", "fp8"), "is not built for"),
         (("--synthetic", "huge"), "no synthetic model `huge`"),
+        (
+            ("--synthetic", "huge"),
+            "expected one of " + SHAPES,
+        ),
+        (("--synthetic", "tiny", "--layers", "-1"), "`layers` is -1, expected at least 1"),
+        (("--synthetic", "tiny", "--layers", "0"), "`layers` is 0, expected at least 1"),
     ],
 )
 def test_bench_refuses(arguments, message):

@@ -4,7 +4,14 @@ import pytest
 import torch
 from fake_source import quantized_model
 from tiny_architectures import tiny_config
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from quantload.api import load_model
 from quantload.errors import ConfigError, ModelError
@@ -136,6 +143,28 @@ def chosen(model, rows, sampling):
     config = generation_config(model, sampling, prompt_length=length, max_new_tokens=NEW)
     choose = chooser(model, config, sampling, prompt_length=length)
     return decoded(model, rows, Rules(NEW, choose=choose))
+
+
+def test_positions_of_pictures_are_no_limit():
+    vision = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+    )
+    text = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text))
+    assert check_length(model, 100) is None
 
 
 def test_draws_are_those_of_transformers():

@@ -147,6 +147,21 @@ def test_caches_are_kept_for_requests_that_fit():
     assert [cache.length for cache in model.caches] == [128, 384]
 
 
+def test_a_cache_in_which_a_prompt_failed_is_not_kept():
+    model, decoder = Counting(), None
+
+    def fails(ids, lengths, cache):
+        raise RuntimeError("out of memory")
+
+    decoder = Decoder(model)
+    model.prefill = fails
+    with pytest.raises(RuntimeError, match="out of memory"):
+        decoder.generate([[1]], Rules(10**6))
+    del model.prefill
+    assert decoder.generate([[1]], Rules(3))[0].ids == expected([1], 3)
+    assert [cache.length for cache in model.caches] == [10**6 + 64, 128]
+
+
 def test_one_stream_at_a_time():
     decoder = Decoder(Counting())
     stream = decoder.stream([[1]], Rules(3))

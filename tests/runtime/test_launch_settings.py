@@ -163,10 +163,19 @@ def test_the_rule_takes_the_place_of_settings():
         ('{"card": "c", "us": {"k": {"6x4": {"1": -1}}}}', "`us.k.6x4` at 1 is `-1`"),
         ('{"card": "c", "limits": {"read_gb_s": 0}}', "expected positive `read_gb_s`"),
         ('{"card": "c", "limits": 3}', "`limits` is `3`"),
+        ('{"card": "c", "limits": {"read_gb_s": Infinity}}', "expected positive `read_gb_s`"),
+        ('{"card": "c", "us": {"k": {"6x4": {"1": NaN}}}}', "`us.k.6x4` at 1 is `nan`"),
+        ('{"card": "c", "kernels": {"k": {"6x4": {"1": {"rows": true}}}}}', "`rows` is `True`"),
+        ('{"card": "c", "kernels": {"k": {"6x4": {"1": {"rows": -8}}}}}', "`rows` is `-8`"),
+        ('{"card": "c", "kernels": {"k": {"6x²": {}}}}', "`kernels.k.6x²` is no shape"),
+        ('{"card": "c", "kernels": {"k": {"6x4": {"²": {}}}}}', "has tokens `²`"),
+        ('{"card": "\xff"}', "can't decode byte 0xff"),
+        ("[" * 100_000, "it is no JSON"),
     ],
 )
 def test_damaged_tables_are_told(text, message, own_table):
-    own_table.write_text(text)
+    latin = text.encode("latin-1" if "\xff" in text else "utf-8")
+    own_table.write_bytes(latin)
     with pytest.raises(ConfigError) as caught:
         find(1)
     assert message in str(caught.value)
