@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from quantload.errors import ConfigError
+from quantload.runtime.launch_settings_names import why_not_settings
 from quantload.runtime.launch_settings_text import installed_version, table_text
 
 __all__ = [
@@ -283,19 +284,21 @@ def _entries(found: Any, name: str, where: str) -> _ByTokens:  # noqa: ANN401 - 
             for count, entry in _object(tokens, place, where).items():
                 if not count.isdecimal() or not int(count):
                     raise _damaged(where, f"{place} has tokens `{count}`, expected a number")
-                _check_entry(entry, is_time=name == "us", place=f"{place} at {count}", where=where)
+                asker = None if name == "us" else kernel
+                _check_entry(entry, asker, place=f"{place} at {count}", where=where)
                 result.setdefault(kernel, {}).setdefault(shape, {})[int(count)] = entry
     return result
 
 
 def _check_entry(
     entry: Any,  # noqa: ANN401 - as above
+    kernel: str | None,
     *,
-    is_time: bool,
     place: str,
     where: str,
 ) -> None:
-    if is_time:
+    """Check the settings of a kernel, or a time."""
+    if kernel is None:
         if not _is_number(entry) or entry <= 0:
             raise _damaged(where, f"{place} is `{entry}`, expected microseconds")
         return
@@ -304,6 +307,8 @@ def _check_entry(
     if wrong is not None:
         found = f"`{wrong}` is `{settings[wrong]}`"
         raise _damaged(where, f"{place}: {found}, expected an integer that is not negative")
+    if why := why_not_settings(kernel, settings):
+        raise _damaged(where, f"{place}: {why}")
 
 
 def _object(found: Any, place: str, where: str) -> dict[str, Any]:  # noqa: ANN401 - as above

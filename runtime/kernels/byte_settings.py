@@ -159,7 +159,7 @@ def _fits(settings: Settings, columns: int, shared: int, hopper: bool) -> bool:
     """True if settings that were measured for one layout serve this one on this card."""
     if settings.get("dequantize"):
         return True
-    if hopper:
-        return "step" not in settings and fits(settings, columns, shared, 2)
+    if hopper or "step" not in settings:
+        return hopper and "step" not in settings and fits(settings, columns, shared, 2)
     needed = _shared_bytes(*(settings[name] for name in ("rows", "tokens", "step", "stages")))
     return settings["step"] <= columns and needed <= shared
