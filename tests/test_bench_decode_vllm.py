@@ -111,7 +111,7 @@ def plug_in(monkeypatch):
     )
     monkeypatch.setattr(vllm_kernels, "ops", lambda: ops)
     monkeypatch.setattr(vllm_kernels, "flash", lambda: None)
-    monkeypatch.setattr(vllm_kernels, "signed_nibbles", lambda: 77)
+    monkeypatch.setattr(vllm_kernels, "code_type", lambda name: {"uint4b8": 77}[name])
     monkeypatch.setattr(vllm_kernels, "processors", lambda device: 1)
     writes = SimpleNamespace(reshape_and_cache_flash=_write)
     monkeypatch.setattr(torch.ops, "_C_cache_ops", writes, raising=False)
