@@ -97,6 +97,20 @@ def as_counts(name: str, value: object, *, least: int, expected: str) -> list[in
     return [count for each in value for count in check_counts(least, **{name: each})]
 
 
+def as_pair(name: str, value: object, *, expected: str) -> tuple[int, int]:
+    """Return two whole numbers of any size, from a tuple or a list.
+
+    Raises:
+        WrongType: They are something else.
+    """
+    pair = list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else []
+    first, second = map(plain, pair) if len(pair) == 2 else (None, None)
+    for each in (first, second):
+        if isinstance(each, bool) or not isinstance(each, Integral):
+            raise WrongType(f"`{name}` is {shown(value)}, expected {expected}")
+    return int(first), int(second)  # type: ignore[call-overload]  # seen above
+
+
 def as_bytes(name: str, value: object) -> int:
     """Return a size in bytes, at least 1; `5e9` is one.
 
