@@ -126,13 +126,6 @@ def test_what_has_no_layout_is_refused_with_the_reason(case, reason):
     assert reason in why_not_form(make_weight(case, 8, 96))
 
 
-def test_a_plan_is_an_entry_of_a_table_and_back():
-    from quantload.runtime.kernels.nibble_plan import Plan
-
-    for plan in (Plan("dense"), Plan("mid", rows=128, after=False), Plan("decode", tma=True)):
-        assert Plan.from_settings(plan.settings()) == plan
-
-
 def test_scales_that_are_no_plain_bytes_are_kept_wider(kernel_device):
     from quantload.runtime.kernels.nibble_weight import pack
 
@@ -141,22 +134,3 @@ def test_scales_that_are_no_plain_bytes_are_kept_wider(kernel_device):
     weight.scale.view(torch.uint8)[1, 2] = 127  # NaN
     packed = pack(weight, dtype=BF16, device=torch.device("cpu"))
     assert packed.kind == "bf16"
-
-
-@pytest.mark.parametrize("m", [1, 8, 16, 40, 300])
-def test_candidates_are_few_and_settings_of_plans(m):
-    from quantload.runtime.kernels.nibble_plan import Plan, candidates
-
-    found = list(candidates(m, 6144, 4096))
-    assert 5 <= len(found) <= 100
-    assert all(Plan.from_settings(settings).settings() == settings for settings in found)
-    assert len({tuple(sorted(settings.items())) for settings in found}) == len(found)
-
-
-def test_few_tiles_get_more_parts_of_k():
-    from quantload.runtime.kernels.nibble_plan import Plan, _busy
-
-    plan = Plan("mid", rows=128, tokens=128)
-    assert _busy(plan, 128, 4096, 56, 132).splits == 4  # 32 tiles
-    assert _busy(plan, 300, 4096, 56, 132).splits == 1  # 96 tiles
-    assert _busy(plan, 128, 1024, 4, 132).splits == 1  # no K to cut

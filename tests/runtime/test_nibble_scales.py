@@ -7,7 +7,6 @@ import torch
 
 from tests.runtime.nibble_cases import BF16, CASES, F32, allowed, make_weight
 
-CPU = torch.device("cpu")
 PARTS = (  # also an `outer` of the weight, zero points, act-order, one or two scales of a slice
     "int4-g128", "int4-g128-outer", "int4-g128-zero", "int4-g128-act-order", "int4-g16",
     "int4-g32-zero", "uint4-g64",
@@ -73,14 +72,14 @@ def test_products_with_large_scales(nibble, kernel_device, name, settings):
 
 
 @pytest.mark.parametrize("name", ["int4-g128", "int4-g128-outer", "int4-channel-zero"])
-def test_other_scales_stay_as_they_are(name):
+def test_other_scales_stay_as_they_are(kernel_device, name):
     from quantload.runtime.kernels.nibble_weight import pack
 
     weight = make_weight(CASES[name], 20, 512)
     just_below = replace(weight, scale=weight.scale.to(BF16) * 2.0**35)
-    packed = pack(just_below, dtype=BF16, device=CPU)
+    packed = pack(just_below, dtype=BF16, device=kernel_device)
     if packed.scale is not None:  # the one of a row is a factor of its own
-        pairs = packed.scale.view(BF16).unflatten(1, (20, 2))  # of a block
+        pairs = packed.scale.cpu().view(BF16).unflatten(1, (20, 2))  # of a block
         assert torch.equal(pairs.transpose(0, 1).flatten(1), just_below.scale)
     assert (packed.outer is None) == (name == "int4-g128")
 
