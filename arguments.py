@@ -103,12 +103,12 @@ def as_pair(name: str, value: object, *, expected: str) -> tuple[int, int]:
     Raises:
         WrongType: They are something else.
     """
-    pair = list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else []
-    first, second = map(plain, pair) if len(pair) == 2 else (None, None)
-    for each in (first, second):
-        if isinstance(each, bool) or not isinstance(each, Integral):
-            raise WrongType(f"`{name}` is {shown(value)}, expected {expected}")
-    return int(first), int(second)  # type: ignore[call-overload]  # seen above
+    pair: list[Any] = []
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        pair = [plain(each) for each in value]
+    if len(pair) != 2 or any(isinstance(e, bool) or not isinstance(e, Integral) for e in pair):
+        raise WrongType(f"`{name}` is {shown(value)}, expected {expected}")
+    return int(pair[0]), int(pair[1])
 
 
 def as_bytes(name: str, value: object) -> int:

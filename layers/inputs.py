@@ -182,7 +182,7 @@ class _ByValues(torch.autograd.Function):
         return gemm(x, bias)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # noqa: ANN401
         needs_x, needs_bias, _ = ctx.needs_input_grad
         dx = dy @ ctx.gemm.weight_values(dy.dtype) if needs_x else None

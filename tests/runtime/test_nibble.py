@@ -112,6 +112,25 @@ def test_the_values_of_a_packed_weight_are_those_of_the_weight(nibble, kernel_de
     torch.testing.assert_close(values.cpu(), weight.dequantize(F32), rtol=1e-6, atol=0)
 
 
+def test_gradients_of_inputs_and_biases_by_the_values_of_the_weight(nibble, kernel_device):
+    from quantload.layers.inputs import with_gradient
+    from quantload.runtime.kernels.nibble_weight import pack
+    from quantload.runtime.nibble_gemm import NibbleLinear
+
+    weight = make_weight(CASES["int4-g128-act-order"], 20, 512)
+    gemm = NibbleLinear(pack(weight, dtype=BF16, device=kernel_device), None)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 512, generator=generator).to(kernel_device, BF16).requires_grad_()
+    bias = torch.randn(20, generator=generator).to(kernel_device, BF16).requires_grad_()
+    dy = torch.randn(2, 3, 20, generator=generator).to(kernel_device, BF16)
+    y = with_gradient(gemm, x, bias)
+    assert torch.equal(y, gemm(x.detach(), bias.detach()))
+    y.backward(dy)
+    expected = dy.double().cpu() @ weight.dequantize(F32).double()
+    assert ((x.grad.double().cpu() - expected).norm() / expected.norm()) < 0.01
+    assert torch.equal(bias.grad, dy.flatten(0, 1).sum(0))
+
+
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
