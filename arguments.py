@@ -97,6 +97,20 @@ def as_counts(name: str, value: object, *, least: int, expected: str) -> list[in
     return [count for each in value for count in check_counts(least, **{name: each})]
 
 
+def as_pair(name: str, value: object, *, expected: str) -> tuple[int, int]:
+    """Return two whole numbers of any size, from a tuple or a list.
+
+    Raises:
+        WrongType: They are something else.
+    """
+    pair: list[Any] = []
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        pair = [plain(each) for each in value]
+    if len(pair) != 2 or any(isinstance(e, bool) or not isinstance(e, Integral) for e in pair):
+        raise WrongType(f"`{name}` is {shown(value)}, expected {expected}")
+    return int(pair[0]), int(pair[1])
+
+
 def as_bytes(name: str, value: object) -> int:
     """Return a size in bytes, at least 1; `5e9` is one.
 

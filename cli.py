@@ -152,7 +152,7 @@ def verify(
     """Compare OUTPUT with its source, or its files with its manifest; exit 1 on a failure.
 
     With --source every tensor of OUTPUT is decoded and compared. Without it every file is held
-    against the sha256 in the manifest that `convert` wrote.
+    against the sha256 in the manifest that `convert` wrote; one that is damaged fails, too.
     """
     if source is None:
         if nearest or every:

@@ -151,7 +151,8 @@ class GroupedExperts(nn.Module):
             raise ModelError(
                 f"`{self.prefix}` is for inference only: its kernel `{TritonGrouped.name}` has no "
                 "gradient, found an input that needs one",
-                hint="run it under `torch.no_grad()`",
+                hint="run it under `torch.no_grad()`, or with `dtype=torch.float32`, whose kernels "
+                "have one",
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedExperts:

@@ -7,9 +7,11 @@ to [..., N], weight_values(dtype) returns [N, K].
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from quantload.quant.activation import fake_quantize_static
 from quantload.quant.grid import Grid
@@ -155,6 +157,38 @@ def is_differentiable(gemm: nn.Module) -> bool:
     return bool(getattr(gemm, "differentiable", False))
 
 
+def rounds_input(gemm: nn.Module) -> bool:
+    """True if a packed weight meets rounded inputs: there is no useful gradient of these."""
+    if isinstance(gemm, ScaledInput):
+        return rounds_input(gemm.gemm)
+    is_rounding = isinstance(gemm, StaticInput | StaticCodes | RoundedInput)
+    return is_rounding or getattr(gemm, "input", None) is not None
+
+
+def with_gradient(gemm: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Map x [..., K] to [..., N] by a kernel without a gradient of its own.
+
+    The gradient of x is that of the values of the weight, dX = dY @ W, in the dtype of x; W is
+    unpacked on the way back. The kernel must not round inputs.
+    """
+    assert not rounds_input(gemm), "rounding has no gradient"
+    return _ByValues.apply(x, bias, gemm)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ByValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, gemm: nn.Module) -> Tensor:  # noqa: ANN401 - torch's own
+        ctx.gemm = gemm
+        return gemm(x, bias)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # noqa: ANN401
+        needs_x, needs_bias, _ = ctx.needs_input_grad
+        dx = dy @ ctx.gemm.weight_values(dy.dtype) if needs_x else None
+        return dx, dy.reshape(-1, dy.shape[-1]).sum(0) if needs_bias else None, None
+
+
 def with_static_input(
     gemm: nn.Module, weight: QuantTensor, scheme: InputScheme, device: torch.device
 ) -> StaticInput | StaticCodes:
@@ -178,5 +212,7 @@ __all__ = [
     "StaticCodes",
     "StaticInput",
     "is_differentiable",
+    "rounds_input",
+    "with_gradient",
     "with_static_input",
 ]

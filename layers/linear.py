@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from quantload.errors import ConfigError, ModelError, ShapeError
 from quantload.layers.cut import Cut
-from quantload.layers.inputs import RoundedInput, ScaledInput, is_differentiable, with_static_input
+from quantload.layers.inputs import (
+    RoundedInput,
+    ScaledInput,
+    is_differentiable,
+    rounds_input,
+    with_gradient,
+    with_static_input,
+)
 from quantload.quant.qtensor import QuantTensor
 from quantload.quant.region import WHOLE, Region
 from quantload.quant.scheme import InputScheme, Scheme
@@ -257,18 +264,20 @@ class QuantLinear(nn.Module):
         """Map x [..., K] to [..., N].
 
         Raises:
-            ModelError: x needs a gradient and the kernel has none.
+            ModelError: x needs a gradient and is rounded.
         """
         return self._multiply(self.gemm, x, self.bias)
 
     def _multiply(self, gemm: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad and not is_differentiable(gemm):
+        if not (torch.is_grad_enabled() and x.requires_grad) or is_differentiable(gemm):
+            return gemm(x, bias)  # type: ignore[no-any-return]
+        if rounds_input(gemm):
             raise ModelError(
                 f"`{self.prefix}` is for inference only: its kernel `{self.kernel.name}` has no "
                 f"gradient for inputs of scheme `{self.scheme}`, found an input that needs one",
                 hint="run it under `torch.no_grad()`",
             )
-        return gemm(x, bias)  # type: ignore[no-any-return]
+        return with_gradient(gemm, x, bias)
 
     @property
     def weight(self) -> Tensor:

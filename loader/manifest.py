@@ -149,14 +149,19 @@ def check_files(folder: Path, *, threads: int = 1, progress: Progress | None = N
     """Hold every file of a folder against its manifest.
 
     Args:
-        folder: With a manifest.
+        folder: With a manifest; one that is not sound is the only problem that is found.
         threads: Files that are hashed at a time.
         progress: Advances by bytes.
 
     Raises:
-        CheckpointError: There is no sound manifest.
+        CheckpointError: There is no manifest.
     """
-    listed = read_manifest(folder)["files"]
+    try:
+        listed = read_manifest(folder)["files"]
+    except CheckpointError as error:
+        if not (folder / MANIFEST).is_file():
+            raise
+        return FileCheck(0, 0, (error.message,))
     present = _files(folder) - {MANIFEST}
     problems = [f"`{name}` is missing" for name in sorted(listed.keys() - present)]
     added = present - listed.keys() - {GIT_ATTRIBUTES}  # hubs add one

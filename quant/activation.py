@@ -19,7 +19,7 @@ token or group NaN.
 
 To `torch.compile` a rounding is one operation: a compiler that keeps what is between two steps in
 float32 finds other scales, and other codes, than the format's own steps in the input's dtype do.
-`fake_quantize_columns` is not, since it talks to other processes between its steps.
+What is exchanged with other processes before is a largest value, which no compiler changes.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def fake_quantize(x: Tensor, scheme: InputScheme, *, outer: Tensor | None = None
     if x.numel() == 0:
         return x
     if torch.compiler.is_compiling():
-        size = scheme.group_size or 0
-        named = (scheme.grid.name, scheme.granularity, size, scheme.symmetric, scheme.scale)
-        return _one_operation(x.detach(), outer, *named)  # type: ignore[no-any-return]
+        return _one_operation(x.detach(), outer, *_in_parts(scheme))  # type: ignore[no-any-return]
     tokens = x.detach().reshape(-1, x.shape[-1])
     n_tokens, n_features = tokens.shape
     weight_scheme = _as_weight_scheme(scheme)
@@ -87,19 +85,31 @@ def _one_operation(
     symmetric: bool,
     scale: str,
 ) -> Tensor:
-    scheme = InputScheme(
-        grid=grid_named(grid),
-        granularity=granularity,  # type: ignore[arg-type]
-        group_size=group_size or None,
-        symmetric=symmetric,
-        scale=scale,  # type: ignore[arg-type]
-    )
+    scheme = _of_parts(grid, granularity, group_size, symmetric=symmetric, scale=scale)
     return fake_quantize(x, scheme, outer=outer).contiguous()
 
 
 @_one_operation.register_fake
 def _(x: Tensor, *args: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _in_parts(scheme: InputScheme) -> tuple[str, str, int, bool, str]:
+    """Return a dynamic scheme as an operation takes it."""
+    size = scheme.group_size or 0
+    return scheme.grid.name, scheme.granularity, size, scheme.symmetric, scheme.scale
+
+
+def _of_parts(
+    grid: str, granularity: str, group_size: int, *, symmetric: bool, scale: str
+) -> InputScheme:
+    return InputScheme(
+        grid=grid_named(grid),
+        granularity=granularity,  # type: ignore[arg-type]
+        group_size=group_size or None,
+        symmetric=symmetric,
+        scale=scale,  # type: ignore[arg-type]
+    )
 
 
 def fake_quantize_columns(
@@ -123,23 +133,48 @@ def fake_quantize_columns(
         outer: As in `fake_quantize`.
     """
     start, total = columns
-    width = x.shape[-1]
-    is_group = scheme.granularity == "group" and (scheme.group_size or total) < total
-    size = scheme.group_size if is_group and scheme.group_size is not None else total
-    if is_group and width % size == 0:
+    size = _features_of_scale(scheme, total)
+    if size < total and x.shape[-1] % size == 0:
         return fake_quantize(x, scheme, outer=outer)  # no group lies in two processes
     if x.shape[:-1].numel() == 0:
         return x
-    tokens = x.detach().reshape(-1, width)
-    left = start % size if is_group else 0  # zeros never widen a range
-    padded = torch.nn.functional.pad(tokens, (left, 0)) if left else tokens
-    rows = len(tokens) if scheme.granularity == "tensor" else 1
-    blocks = as_blocks(padded, (rows, size if is_group else width))
+    blocks, _ = _columns_in_blocks(x, scheme, columns)
     ends = torch.stack([-blocks.amin(dim=(1, 3)), blocks.amax(dim=(1, 3))]).clamp(min=0)
     first, count = start // size, blocks.shape[2]
     reached = ends.new_zeros(*ends.shape[:2], -(-total // size))
     reached[..., first : first + count] = ends
-    low, high = exchange_max(reached)[..., first : first + count]
+    ends = exchange_max(reached)[..., first : first + count]
+    if torch.compiler.is_compiling():
+        parts = (*_in_parts(scheme), start, total)
+        return _one_columns_operation(x.detach(), ends, outer, *parts)  # type: ignore[no-any-return]
+    return _within_ends(x, ends, scheme, columns, outer)
+
+
+def _features_of_scale(scheme: InputScheme, total: int) -> int:
+    """Return how many of `total` features of a token share a scale."""
+    is_group = scheme.granularity == "group" and scheme.group_size is not None
+    return min(scheme.group_size or total, total) if is_group else total
+
+
+def _columns_in_blocks(
+    x: Tensor, scheme: InputScheme, columns: tuple[int, int]
+) -> tuple[Tensor, int]:
+    """Return blocks [R, r, G, c] of [..., k], and how many zeros fill the first group before it."""
+    start, total = columns
+    tokens = x.detach().reshape(-1, x.shape[-1])
+    size = _features_of_scale(scheme, total)
+    left = start % size if size < total else 0  # zeros never widen a range
+    padded = torch.nn.functional.pad(tokens, (left, 0)) if left else tokens
+    rows = len(tokens) if scheme.granularity == "tensor" else 1
+    return as_blocks(padded, (rows, size if size < total else tokens.shape[1])), left
+
+
+def _within_ends(
+    x: Tensor, ends: Tensor, scheme: InputScheme, columns: tuple[int, int], outer: Tensor | None
+) -> Tensor:
+    """Round columns [..., k] by `ends` [2, R, G]: what -x and x reach in all processes."""
+    blocks, left = _columns_in_blocks(x, scheme, columns)
+    low, high = ends
     scales = block_scales(
         torch.stack([-low, high], dim=-1)[:, None],
         _as_weight_scheme(scheme),
@@ -147,7 +182,29 @@ def fake_quantize_columns(
         outer=outer,
     )
     values = _on_grid(blocks, scales, scheme.grid)
-    return values[:, left : left + width].reshape(x.shape).to(x.dtype)
+    return values[:, left : left + x.shape[-1]].reshape(x.shape).to(x.dtype)
+
+
+@torch.library.custom_op("quantload::fake_quantize_columns", mutates_args=())
+def _one_columns_operation(  # noqa: PLR0913 - what an operation takes is flat
+    x: Tensor,
+    ends: Tensor,
+    outer: Tensor | None,
+    grid: str,
+    granularity: str,
+    group_size: int,
+    symmetric: bool,
+    scale: str,
+    start: int,
+    total: int,
+) -> Tensor:
+    scheme = _of_parts(grid, granularity, group_size, symmetric=symmetric, scale=scale)
+    return _within_ends(x, ends, scheme, (start, total), outer).contiguous()
+
+
+@_one_columns_operation.register_fake
+def _(x: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _on_grid(blocks: Tensor, scales: BlockScales, grid: Grid) -> Tensor:
@@ -272,9 +329,15 @@ def token_codes(
         quantized = round_to_nearest(x, _as_weight_scheme(scheme))
         return quantized.codes, quantized.scale
     reached = exchange_max(x.detach().abs().amax(dim=1, keepdim=True))
-    scale, _ = minmax_scale(-reached, reached, scheme.grid, symmetric=True)
-    blocks = as_blocks(x.detach(), (1, x.shape[1]))
-    codes = scheme.grid.round(scaled_blocks(blocks, scale, None, scheme.grid))
+    if torch.compiler.is_compiling():
+        return _codes_within_operation(x.detach(), reached, scheme.grid.name)  # type: ignore[no-any-return]
+    return _codes_within(x.detach(), reached, scheme.grid)
+
+
+def _codes_within(x: Tensor, reached: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Codes of [M, K] and scales by `reached` [M, 1]: the largest |x| of each token anywhere."""
+    scale, _ = minmax_scale(-reached, reached, grid, symmetric=True)
+    codes = grid.round(scaled_blocks(as_blocks(x, (1, x.shape[1])), scale, None, grid))
     return codes.flatten(2).flatten(0, 1), scale
 
 
@@ -283,12 +346,24 @@ def _token_codes_operation(x: Tensor, grid: str) -> tuple[Tensor, Tensor]:
     return token_codes(x, InputScheme(grid=grid_named(grid), granularity="token"))
 
 
+@torch.library.custom_op("quantload::token_codes_within", mutates_args=())
+def _codes_within_operation(x: Tensor, reached: Tensor, grid: str) -> tuple[Tensor, Tensor]:
+    return _codes_within(x, reached, grid_named(grid))
+
+
+@_codes_within_operation.register_fake
+def _(x: Tensor, reached: Tensor, grid: str) -> tuple[Tensor, Tensor]:
+    return _empty_codes(x, grid), x.new_empty(len(x), 1)
+
+
 @_token_codes_operation.register_fake
 def _(x: Tensor, grid: str) -> tuple[Tensor, Tensor]:
-    codes = torch.empty_like(
-        x, dtype=grid_named(grid).storage, memory_format=torch.contiguous_format
-    )
-    return codes, x.new_empty(len(x), 1)
+    return _empty_codes(x, grid), x.new_empty(len(x), 1)
+
+
+def _empty_codes(x: Tensor, grid: str) -> Tensor:
+    storage = grid_named(grid).storage
+    return torch.empty_like(x, dtype=storage, memory_format=torch.contiguous_format)
 
 
 def _as_weight_scheme(scheme: InputScheme) -> WeightScheme:

@@ -26,8 +26,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quantload.arguments import check_type, shown
-from quantload.errors import ShapeError, WrongType
+from quantload.arguments import as_pair, check_type
+from quantload.errors import ShapeError
 from quantload.quant.code_values import values_of
 from quantload.quant.grid import Grid
 
@@ -138,9 +138,8 @@ class QuantTensor:
             check_type(name, getattr(self, name), Tensor, expected="a tensor")
         for name in _PARTS:
             check_type(name, getattr(self, name), (Tensor, NoneType), expected="a tensor or None")
-        block: object = self.block
-        if not isinstance(block, tuple) or len(block) != 2:
-            raise WrongType(f"`block` is {shown(block)}, expected (rows, columns)")
+        block = as_pair("block", self.block, expected="(rows, columns)")
+        object.__setattr__(self, "block", block)
 
     def _grid_shape(self) -> tuple[int, int]:
         n_rows, n_columns = self.codes.shape
@@ -290,6 +289,7 @@ class QuantTensor:
             ShapeError: A block of the new size would lie in two of the present ones.
         """
         n_rows, n_columns = self.shape
+        block = as_pair("block", block, expected="(rows, columns)")
         if self.group_of is not None:  # columns find their group by number
             block = block[0], self.block[1]
         for axis, (new, old, length) in enumerate(zip(block, self.block, self.shape, strict=True)):

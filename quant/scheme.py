@@ -23,7 +23,7 @@ from functools import lru_cache
 from types import NoneType
 from typing import Literal
 
-from quantload.arguments import check_type
+from quantload.arguments import as_pair, check_type
 from quantload.errors import ConfigError, UnknownScheme
 from quantload.quant.grid import E2M1, E2M3, E4M3, INT8, Grid, int_grid
 
@@ -63,6 +63,11 @@ class WeightScheme:
     scale: ScaleKind = "float"
     act_order: bool = False
     zero: ZeroKind = "int"
+
+    def __post_init__(self) -> None:
+        if self.block is not None:
+            block = as_pair("block", self.block, expected="(rows, columns), or None")
+            object.__setattr__(self, "block", block)
 
     @property
     def sharing(self) -> str:

@@ -154,8 +154,28 @@ def _codes_with_zeros(
 ) -> tuple[Tensor, Tensor]:
     """Codes [M, K], scales and zero points [M, 2] of rows whose other columns are elsewhere."""
     ends = torch.stack([-rows.amin(dim=1), rows.amax(dim=1)]).clamp(min=0)
-    low, high = exchange_max(ends)[..., None]
+    ends = exchange_max(ends)
+    if torch.compiler.is_compiling():
+        return _codes_within_operation(rows, ends)  # type: ignore[no-any-return]
+    return _codes_within(rows, ends)
+
+
+def _codes_within(rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, scales and zero points of rows [M, K] by what -x and x reach anywhere, [2, M]."""
+    low, high = ends[..., None]
     scale, zero = minmax_scale(-low, high, INT8, symmetric=False)
     assert zero is not None, "an asymmetric scale has a zero point"
     codes = INT8.round(rows / scale + zero.to(rows.dtype))
     return codes, torch.cat([scale.float(), zero.float()], dim=1)
+
+
+# one operation, as the roundings of `quant.activation`
+@torch.library.custom_op("quantload::codes_with_zeros_within", mutates_args=())
+def _codes_within_operation(rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return _codes_within(rows, ends)
+
+
+@_codes_within_operation.register_fake
+def _(rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    codes = torch.empty_like(rows, dtype=torch.int8, memory_format=torch.contiguous_format)
+    return codes, rows.new_empty(len(rows), 2, dtype=torch.float32)

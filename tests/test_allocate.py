@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 from tiny_moe import tiny_moe
 
-from quantload import api
+from quantload import api, api_allocate
 from quantload.accuracy.score_table import ScoreTable
 from quantload.api_allocate import allocate_schemes
 from quantload.cli import main
@@ -285,3 +285,17 @@ def test_where_effects_do_not_add_up_the_mix_is_scored_again(source, monkeypatch
 def test_nesting_without_end_is_no_file_of_scores():
     with pytest.raises(ConfigError, match="`x` is no file of scores: RecursionError"):
         ScoreTable.from_json("[" * 100_000, "x")
+
+
+@pytest.mark.parametrize(
+    "schemes", [("W4A16:g32", "W8A16:g32"), ("W4A16:channel", "W8A16:channel")]
+)
+def test_gradients_at_a_mix_in_the_own_dtype(tmp_path, monkeypatch, schemes):
+    """In bfloat16 layers of the mix run by kernels of torch, which have no gradient."""
+    monkeypatch.setattr(api_allocate, "ADDITIVE", (1e9, 1e9))  # nothing adds up
+    folder = tiny.llama(tmp_path / "source", dtype=torch.bfloat16)
+    found = allocate_schemes(
+        folder, bits=6.5, schemes=schemes, sequences=SEQUENCES, device="cpu", dtype="auto"
+    )
+    assert found.mixes[-1].name == "by gradients at the mix"
+    assert math.isfinite(found.mixes[-1].kl_mean)

@@ -252,6 +252,23 @@ def test_verify_fails_on_files_that_are_cut_short(tmp_path, folder):
     assert run("verify", tmp_path / "nothing", "--source", folder).exit_code == 2
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "", '{"quantload_manifest": 1}', "\xff"])
+def test_verify_fails_on_a_damaged_manifest(tmp_path, folder, content):
+    """With a source or without: the output is damaged, the command was right."""
+    out = tmp_path / "out"
+    run("convert", folder, out, "--scheme", "W8A8", "--no-verify")
+    (out / MANIFEST).write_text(content, encoding="latin-1")
+    done = run("verify", out)
+    assert (done.exit_code, done.stderr) == (1, "")
+    assert "verify: FAILED" in done.stdout
+    assert run("verify", out, "--source", folder).exit_code == 1
+    report = json.loads(run("verify", out, "--json").stdout)
+    assert not report["passed"]
+    assert MANIFEST in report["problems"][0]
+    (out / MANIFEST).unlink()
+    assert run("verify", out).exit_code == 2
+
+
 def test_inspect_explains_where_tensors_go(folder):
     name, extra = f"{DOWN}.weight_scale", "model.layers.0.self_attn.rotary_emb.inv_freq"
     done = run("inspect", folder, *(f"--explain={n}" for n in (f"{DOWN}.weight", name, extra)))

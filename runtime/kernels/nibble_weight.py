@@ -13,7 +13,7 @@ four slices (B * 4 * C >= K).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from quantload.runtime.kernels.nibble_layout import SLICE_COLUMNS, lookup_table,
 __all__ = ["NibbleWeight", "pack", "why_not_form"]
 
 _BIAS = 8  # int2 .. int4 are held as code + 8
-_LARGE = 2.0**30
+_LARGE = 30  # power of two
 _LARGEST_ZERO = 63  # what `unpack4` subtracts exactly
 _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -163,6 +163,7 @@ def pack(weight: QuantTensor, *, dtype: torch.dtype, device: torch.device) -> Ni
     folded = _folded(weight, codes, parts, dtype)
     if folded is not None:
         return folded
+    parts = _below_large(parts, n_rows)
     order = None
     if weight.group_of is not None:
         order = weight.group_of.long().argsort(stable=True)
@@ -284,10 +285,6 @@ def _scale_parts(weight: QuantTensor) -> _ScaleParts:
     n_rows, factor = weight.shape[0], None if weight.outer is None else weight.outer.double()
     if factor is not None and weight.evaluation.outer.endswith("/"):
         factor = 1 / factor
-    if offset is None and scale.dtype == torch.bfloat16 and bool((scale.abs() >= _LARGE).any()):
-        # NOTE: `nibble_wide` holds scales times 2^97; a power of two may as well stand outside
-        scale = scale / _LARGE**2
-        factor = (1.0 if factor is None else factor) * scale.new_full((1, 1), _LARGE**2).double()
     if factor is None:
         return _ScaleParts(scale, zero, offset, None)
     if weight.offset is not None and weight.evaluation.outer.startswith("scale"):
@@ -335,3 +332,23 @@ def _per_row(parts: _ScaleParts, n_rows: int) -> _ScaleParts:
     if parts.outer is not None:
         factor = factor * parts.outer.double()
     return _ScaleParts(None, parts.zero, None, factor.float().contiguous())
+
+
+def _below_large(parts: _ScaleParts, n_rows: int) -> _ScaleParts:
+    """Move a power of two from rows of bfloat16 scales of 2^30 and more into `outer`.
+
+    `nibble_wide` holds scales times 2^97. Every value stays the same, but for scales that are 2^150
+    times smaller than the largest of their row.
+    """
+    if parts.scale is None or parts.scale.dtype != torch.bfloat16 or parts.offset is not None:
+        return parts
+    scale = parts.scale.double()
+    largest = scale.abs().nan_to_num(nan=0.0, posinf=0.0).amax(dim=1, keepdim=True)
+    power = (torch.frexp(largest).exponent - _LARGE).clamp(min=0)  # largest < 2^exponent
+    if not bool(power.any()):
+        return parts
+    factor = torch.exp2(power.double())
+    outer = factor.expand(n_rows, 1).flatten()
+    if parts.outer is not None:
+        outer = outer * parts.outer.double()
+    return replace(parts, scale=(scale / factor).to(torch.bfloat16), outer=outer.float())

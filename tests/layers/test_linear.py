@@ -29,13 +29,21 @@ def layer(scheme: str, dtype: torch.dtype) -> QuantLinear:
     return made
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", ["W4A16:g32", "W8A16:channel"])
-def test_gradients_of_inputs_in_full_precision(scheme: str) -> None:
-    made = layer(scheme, torch.float32)
-    x = torch.randn(3, 128, requires_grad=True)
-    made(x).sum().backward()
+def test_gradients_of_inputs_in_full_precision(scheme: str, dtype: torch.dtype) -> None:
+    """In bfloat16 kernels without a gradient of their own serve."""
+    made = layer(scheme, dtype)
+    assert ("for CPU" in made.kernel.name) == (dtype == torch.bfloat16)
+    x = torch.randn(2, 3, 128).to(dtype).requires_grad_()
+    dy = torch.randn(2, 3, made.out_features).to(dtype)
+    y = made(x)
+    with torch.no_grad():
+        assert torch.equal(made(x), y)
+    y.backward(dy)
     assert x.grad is not None
-    assert torch.allclose(x.grad, made.weight.sum(0).expand(3, -1), atol=1e-5)
+    assert x.grad.dtype == dtype
+    assert torch.allclose(x.grad, dy @ made.weight, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +52,7 @@ def test_gradients_of_inputs_in_full_precision(scheme: str) -> None:
         ("W8A8", torch.float32),
         ("FP8_DYNAMIC", torch.float32),
         ("FP8_BLOCK", torch.float32),
-        ("W4A16:g32", torch.bfloat16),
-        ("W8A16:channel", torch.bfloat16),
+        ("W8A8", torch.bfloat16),
     ],
 )
 def test_gradients_that_would_be_lost_are_refused(scheme: str, dtype: torch.dtype) -> None:
@@ -94,6 +101,21 @@ def test_factors_of_columns_are_applied_to_the_input(use: str) -> None:
     assert torch.allclose(made(x), x @ values.T, atol=1e-4)
     assert torch.allclose(made.weight, values, atol=1e-6)
     assert torch.equal(scaled.dequantize(), values)
+
+
+def test_gradients_meet_the_factors_of_columns_too() -> None:
+    parsed = parse_scheme("W4A16:g32")
+    assert parsed.weight is not None
+    weight = quantize_rtn(torch.randn(32, 128).bfloat16(), parsed.weight)
+    made = QuantLinear(128, 32, bias=False, scheme=parsed, dtype=torch.bfloat16, prefix="p")
+    made.receive("weight", 0, replace(weight, inner=(torch.rand(128) + 0.5).bfloat16()))
+    made.finish(CPU)
+    x = torch.randn(3, 128).bfloat16().requires_grad_()
+    made(x).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(
+        x.grad.float(), made.weight.float().sum(0).expand(3, -1), rtol=0.05, atol=0.05
+    )
 
 
 @pytest.mark.parametrize("use", ["*", "/"])

@@ -173,15 +173,21 @@ def test_a_link_to_the_bytes_is_the_file(output, tmp_path):
         ('{"quantload_manifest": 1, "files": {"../a": {"bytes": 1, "sha256": ""}}}', "lists no"),
         ('{"quantload_manifest": 1, "files": {"/a": {"bytes": 1, "sha256": ""}}}', "lists no"),
         ("[" * 100_000, "is damaged"),
-        (None, "no `quantload-manifest.json` can be read"),
     ],
 )
-def test_what_is_no_manifest(tmp_path, text, message):
-    if text is not None:
-        (tmp_path / MANIFEST).write_text(text)
+def test_a_manifest_that_is_not_sound_is_a_failed_check(tmp_path, text, message):
+    (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError) as caught:
+        read_manifest(tmp_path)
+    assert message in caught.value.message
+    check = check_files(tmp_path)
+    assert not check.passed
+    assert check.problems == (caught.value.message,)
+
+
+def test_without_a_manifest_there_is_nothing_to_check(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no `quantload-manifest\.json` can be read"):
         check_files(tmp_path)
-    assert message in str(caught.value)
 
 
 def test_progress_counts_every_byte(output):

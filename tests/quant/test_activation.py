@@ -13,6 +13,7 @@ from quantload.quant.activation import (
     constant_input_scale,
     default_absmax,
     fake_quantize,
+    fake_quantize_columns,
     fake_quantize_static,
     token_codes,
     with_input_scale,
@@ -20,6 +21,7 @@ from quantload.quant.activation import (
 from quantload.quant.grid import E4M3, INT8, int_grid
 from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import PRESETS, InputScheme, parse_scheme
+from quantload.runtime.rounded_gemm import _codes_with_zeros
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 PRESET_INPUTS = [
@@ -291,3 +293,42 @@ def test_compiled_code_rounds_with_fixed_scales_and_to_codes_of_tokens():
     assert torch.equal(fixed, expected)
     assert torch.equal(codes, pair[0])
     assert torch.equal(scales, pair[1])
+
+
+HALVES = ((0, 512), (200, 512))  # the second begins inside a group
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("columns", HALVES, ids=str)
+@pytest.mark.parametrize("name", ["W4A4", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4XFP8", "NVFP4"])
+def test_compiled_code_rounds_columns_as_the_format_says(name, columns, backend):
+    """The codes of a part of the columns are those of all: what others reach is larger here."""
+    scheme = parse_scheme(name).input
+    outer = torch.tensor([300.0]) if scheme.needs_scale else None
+    x = torch.randn(2, 24, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def half(x):
+        shared = fake_quantize_columns(
+            x, scheme, columns, exchange_max=lambda ends: ends * 1.25, outer=outer
+        )
+        return shared * 2
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(half, fullgraph=True, backend=backend)(x), half(x))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_codes_of_tokens_whose_other_columns_are_elsewhere(backend):
+    scheme = parse_scheme("W8A8").input
+    x = torch.randn(48, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def shared(x):
+        symmetric = token_codes(x, scheme, exchange_max=lambda reached: reached * 1.25)
+        return *symmetric, *_codes_with_zeros(x, lambda ends: ends * 1.25)
+
+    torch._dynamo.reset()
+    found = torch.compile(shared, fullgraph=True, backend=backend)(x)
+    for part, expected in zip(found, shared(x), strict=True):
+        assert torch.equal(part, expected)

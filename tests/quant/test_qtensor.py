@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracles import as_numpy, dequantized, e2m1_values, rounded, same_bits
 from strategies import WORKING, cuts, quant_tensors, stackable
 
-from quantload.errors import ShapeError
+from quantload.errors import ShapeError, WrongType
 from quantload.quant.grid import E2M1, E4M3, INT4, INT8, table_grid
 from quantload.quant.qtensor import Evaluation, QuantTensor
 from quantload.quant.stacking import stack, why_not_stackable
@@ -328,6 +328,26 @@ def test_parts_that_do_not_fit_each_other(changes, message):
     with pytest.raises(ShapeError) as error:
         plain(**changes)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("make", [list, torch.Size, np.array])
+def test_a_block_in_another_sequence_becomes_a_tuple(make):
+    tensor = replace(plain(block=(1, 3)), block=list(make([1, 3])))
+    assert type(tensor.block) is tuple
+    assert tensor.block == (1, 3)
+    assert [type(size) for size in tensor.block] == [int, int]
+    assert torch.equal(tensor.rows(1, 3).dequantize(), tensor.dequantize()[1:3])
+    assert tensor.refined([1, 3]) is tensor
+
+
+@pytest.mark.parametrize(
+    "block", [(1,), (1, 2, 3), (1.0, 6), ("1", "6"), (True, 6), (None, 6), "16", 6, None, {1, 6}]
+)
+def test_what_is_no_block_is_refused_by_name(block):
+    with pytest.raises(WrongType, match=r"`block` is .*, expected \(rows, columns\)"):
+        replace(plain(), block=block)
+    with pytest.raises(WrongType, match=r"`block` is .*, expected \(rows, columns\)"):
+        plain().refined(block)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import compressed
 import pytest
 import torch
 
-from quantload.errors import ConfigError, UnknownScheme
+from quantload.errors import ConfigError, UnknownScheme, WrongType
 from quantload.quant.grid import E4M3, INT8, int_grid
 from quantload.quant.scheme import (
     ALIASES,
@@ -336,3 +336,11 @@ def test_what_shares_a_scale(name, expected):
 )
 def test_schemes_in_words(name, expected):
     assert PRESETS[name].in_words == expected
+
+
+def test_a_block_in_a_list_becomes_a_tuple():
+    scheme = WeightScheme(grid=E4M3, granularity="block", block=[2, 3])
+    assert scheme.block == (2, 3)
+    assert hash(scheme) == hash(WeightScheme(grid=E4M3, granularity="block", block=(2, 3)))
+    with pytest.raises(WrongType, match=r"`block` is .*, expected \(rows, columns\)"):
+        WeightScheme(grid=E4M3, granularity="block", block=(2.5, 3))

@@ -111,7 +111,7 @@ def oracle(weight: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
     if weight.evaluation.outer.startswith("scale"):
         scale, factor = scale * factor, 1.0
     values = ((value - zero) * scale + offset) * factor
-    sizes = ((value.abs() + abs(zero)) * scale + abs(offset)) * abs(factor)
+    sizes = ((value.abs() + abs(zero)) * abs(scale) + abs(offset)) * abs(factor)
     return values, sizes
 
 

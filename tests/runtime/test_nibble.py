@@ -112,6 +112,25 @@ def test_the_values_of_a_packed_weight_are_those_of_the_weight(nibble, kernel_de
     torch.testing.assert_close(values.cpu(), weight.dequantize(F32), rtol=1e-6, atol=0)
 
 
+def test_gradients_of_inputs_and_biases_by_the_values_of_the_weight(nibble, kernel_device):
+    from quantload.layers.inputs import with_gradient
+    from quantload.runtime.kernels.nibble_weight import pack
+    from quantload.runtime.nibble_gemm import NibbleLinear
+
+    weight = make_weight(CASES["int4-g128-act-order"], 20, 512)
+    gemm = NibbleLinear(pack(weight, dtype=BF16, device=kernel_device), None)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 512, generator=generator).to(kernel_device, BF16).requires_grad_()
+    bias = torch.randn(20, generator=generator).to(kernel_device, BF16).requires_grad_()
+    dy = torch.randn(2, 3, 20, generator=generator).to(kernel_device, BF16)
+    y = with_gradient(gemm, x, bias)
+    assert torch.equal(y, gemm(x.detach(), bias.detach()))
+    y.backward(dy)
+    expected = dy.double().cpu() @ weight.dequantize(F32).double()
+    assert ((x.grad.double().cpu() - expected).norm() / expected.norm()) < 0.01
+    assert torch.equal(bias.grad, dy.flatten(0, 1).sum(0))
+
+
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
@@ -126,13 +145,6 @@ def test_what_has_no_layout_is_refused_with_the_reason(case, reason):
     assert reason in why_not_form(make_weight(case, 8, 96))
 
 
-def test_a_plan_is_an_entry_of_a_table_and_back():
-    from quantload.runtime.kernels.nibble_plan import Plan
-
-    for plan in (Plan("dense"), Plan("mid", rows=128, after=False), Plan("decode", tma=True)):
-        assert Plan.from_settings(plan.settings()) == plan
-
-
 def test_scales_that_are_no_plain_bytes_are_kept_wider(kernel_device):
     from quantload.runtime.kernels.nibble_weight import pack
 
@@ -141,22 +153,3 @@ def test_scales_that_are_no_plain_bytes_are_kept_wider(kernel_device):
     weight.scale.view(torch.uint8)[1, 2] = 127  # NaN
     packed = pack(weight, dtype=BF16, device=torch.device("cpu"))
     assert packed.kind == "bf16"
-
-
-@pytest.mark.parametrize("m", [1, 8, 16, 40, 300])
-def test_candidates_are_few_and_settings_of_plans(m):
-    from quantload.runtime.kernels.nibble_plan import Plan, candidates
-
-    found = list(candidates(m, 6144, 4096))
-    assert 5 <= len(found) <= 100
-    assert all(Plan.from_settings(settings).settings() == settings for settings in found)
-    assert len({tuple(sorted(settings.items())) for settings in found}) == len(found)
-
-
-def test_few_tiles_get_more_parts_of_k():
-    from quantload.runtime.kernels.nibble_plan import Plan, _busy
-
-    plan = Plan("mid", rows=128, tokens=128)
-    assert _busy(plan, 128, 4096, 56, 132).splits == 4  # 32 tiles
-    assert _busy(plan, 300, 4096, 56, 132).splits == 1  # 96 tiles
-    assert _busy(plan, 128, 1024, 4, 132).splits == 1  # no K to cut

@@ -249,8 +249,10 @@ def test_fixed_scales(grid, zero, kernel_device) -> None:
     exact, size = rounded @ weight_values(weight).T, rounded.abs() @ weight_values(weight).abs().T
     y = module(x.to(kernel_device)).cpu()
     assert y.shape == (2, 3, 40)
-    on_card = kernel_device.type == "cuda"  # the tensor core adds FP8 products with 14 bits
-    check(y, exact, size, sums=2.0**-12 if on_card and grid is E4M3 else 2.0**-20)
+    # the tensor core adds FP8 products with 14 bits below the largest: each of its steps may lose
+    # some of the sum of |terms|, as where `is_plain` above
+    on_card = kernel_device.type == "cuda"
+    check(y, exact, size, sums=2.0**-10 if on_card and grid is E4M3 else 2.0**-20)
     assert torch.allclose(module.weight_values(F32).cpu().double(), weight_values(weight))
 
 
