@@ -172,11 +172,19 @@ class Decoder:
         self, prompts: Sequence[Sequence[int]], rules: Rules, first: int
     ) -> Iterator[NewToken]:
         longest = max(len(prompt) for prompt in prompts)
-        slot = self.slot(len(prompts), longest + rules.max_new_tokens)
+        length = longest + rules.max_new_tokens
         try:
+            slot = self.slot(len(prompts), length)
             logits = slot.start(*self._padded(prompts, slot.cache.batch, rules.pad_id))
-        except Exception:  # a cache that is too large for the memory would serve all later prompts
-            self._slots.pop(slot.cache.batch, None)
+        except Exception as error:
+            # a cache that is too large for the memory would serve all later prompts
+            self._slots.pop(rows_of_slot(len(prompts)), None)
+            if _is_out_of_memory(error):
+                raise ModelError(
+                    f"no memory for {len(prompts)} prompts of up to {length} tokens with what they "
+                    f"are to get, on `{self.model.device}`: {(str(error) or type(error).__name__).splitlines()[0]}",
+                    hint="give fewer prompts at a time, or ask for fewer new tokens",
+                ) from error
             raise
         choosing = _Choosing(prompts, rules, slot) if rules.choose is not None else None
         if choosing is not None:
@@ -209,6 +217,12 @@ def _advance(slot: Slot, choosing: _Choosing | None) -> None:
     logits = slot.step()
     if choosing is not None:
         choosing(logits)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 class _Rows:

@@ -162,6 +162,31 @@ def test_a_cache_in_which_a_prompt_failed_is_not_kept():
     assert [cache.length for cache in model.caches] == [10**6 + 64, 128]
 
 
+@pytest.mark.parametrize("where", ["new_cache", "prefill"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 TiB\nmore"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_too_little_memory_is_told_with_what_was_asked_for(where, error):
+    model = Counting()
+
+    def fails(*given, **named):
+        raise error
+
+    decoder = Decoder(model)
+    setattr(model, where, fails)
+    with pytest.raises(ModelError, match="2 prompts of up to 1000003 tokens") as caught:
+        decoder.generate([[1], [1, 2, 3]], Rules(10**6))
+    assert "fewer new tokens" in str(caught.value)
+    assert "more" not in str(caught.value)
+    delattr(model, where)
+    assert decoder.generate([[1]], Rules(3))[0].ids == expected([1], 3)
+
+
 def test_one_stream_at_a_time():
     decoder = Decoder(Counting())
     stream = decoder.stream([[1]], Rules(3))
