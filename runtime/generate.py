@@ -180,9 +180,10 @@ class Decoder:
             # a cache that is too large for the memory would serve all later prompts
             self._slots.pop(rows_of_slot(len(prompts)), None)
             if _is_out_of_memory(error):
+                said = (str(error) or type(error).__name__).splitlines()[0]
                 raise ModelError(
                     f"no memory for {len(prompts)} prompts of up to {length} tokens with what they "
-                    f"are to get, on `{self.model.device}`: {(str(error) or type(error).__name__).splitlines()[0]}",
+                    f"are to get, on `{self.model.device}`: {said}",
                     hint="give fewer prompts at a time, or ask for fewer new tokens",
                 ) from error
             raise
