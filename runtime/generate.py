@@ -182,8 +182,8 @@ class Decoder:
             if _is_out_of_memory(error):
                 said = (str(error) or type(error).__name__).splitlines()[0]
                 raise ModelError(
-                    f"no memory for {len(prompts)} prompts of up to {length} tokens with what they "
-                    f"are to get, on `{self.model.device}`: {said}",
+                    f"no memory on `{self.model.device}` for a cache of {len(prompts)} x {length} "
+                    f"tokens (prompts x their own and new tokens): {said}",
                     hint="give fewer prompts at a time, or ask for fewer new tokens",
                 ) from error
             raise

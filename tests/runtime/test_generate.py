@@ -179,7 +179,7 @@ def test_too_little_memory_is_told_with_what_was_asked_for(where, error):
 
     decoder = Decoder(model)
     setattr(model, where, fails)
-    with pytest.raises(ModelError, match="2 prompts of up to 1000003 tokens") as caught:
+    with pytest.raises(ModelError, match="a cache of 2 x 1000003 tokens") as caught:
         decoder.generate([[1], [1, 2, 3]], Rules(10**6))
     assert "fewer new tokens" in str(caught.value)
     assert "more" not in str(caught.value)
