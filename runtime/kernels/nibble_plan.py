@@ -28,11 +28,8 @@ __all__ = [
 ]
 
 # tiles of "wide" (rows, tokens, stages, step): us that a round of them takes an H200, 4096 columns
-_WIDE_INT = {
-    (256, 128, 4, 32): 43.0, (128, 256, 3, 32): 41.0, (128, 128, 2, 64): 21.2,
-    (128, 64, 4, 64): 12.2,
-}  # fmt: skip
-_WIDE = {(256, 128, 4, 32): 47.5, (128, 128, 5, 32): 23.5, (128, 64, 4, 64): 16.0}
+_WIDE_INT = {(128, 256, 3, 32): 41.0, (128, 128, 2, 64): 21.2, (128, 64, 4, 64): 12.2}
+_WIDE = {(128, 128, 5, 32): 23.5, (128, 64, 4, 64): 16.0}
 _MOST_UNPACKED = 2048  # tokens; of more, unpacking once for cuBLAS takes less
 _PROCESSORS = 132  # of the cards that settings are searched on; others search a bit beside
 _Path = Literal["decode", "mid", "dense", "gemv", "parallel", "overlap", "wide"]
