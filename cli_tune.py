@@ -63,6 +63,8 @@ def tune(
     from quantload.runtime import tune as tuning
     from quantload.runtime.launch_settings import card_limits
 
+    if seconds is not None and not seconds >= 0:
+        raise ConfigError(f"`--seconds` is `{seconds}`, expected a number that is not negative")
     if bool(model) == bool(shapes or schemes):
         raise ConfigError("expected MODEL, or `--shapes` and `--schemes`")
     counts, device = parse_numbers(tokens, "--tokens"), parse_device("cuda")

@@ -49,6 +49,7 @@ __all__ = [
     "forget",
     "measured_us",
     "parse_table",
+    "read_table",
     "trying",
     "user_table",
 ]
@@ -285,18 +286,12 @@ def _entries(found: Any, name: str, where: str) -> _ByTokens:  # noqa: ANN401 - 
                 if not count.isdecimal() or not int(count):
                     raise _damaged(where, f"{place} has tokens `{count}`, expected a number")
                 asker = None if name == "us" else kernel
-                _check_entry(entry, asker, place=f"{place} at {count}", where=where)
+                _check(entry, asker, place=f"{place} at {count}", where=where)
                 result.setdefault(kernel, {}).setdefault(shape, {})[int(count)] = entry
     return result
 
 
-def _check_entry(
-    entry: Any,  # noqa: ANN401 - as above
-    kernel: str | None,
-    *,
-    place: str,
-    where: str,
-) -> None:
+def _check(entry: Any, kernel: str | None, *, place: str, where: str) -> None:  # noqa: ANN401
     """Check the settings of a kernel, or a time."""
     if kernel is None:
         if not _is_number(entry) or entry <= 0:
@@ -373,15 +368,21 @@ def _table(card: str) -> Table:
         table = table.updated(parse_table(text, where=packaged.name))
     own = user_table(card)
     if own.is_file():
-        table = table.updated(parse_table(_text_of(own), where=str(own)))
+        table = table.updated(read_table(own))
     return table
 
 
-def _text_of(path: Path) -> str:
+def read_table(path: Path) -> Table:
+    """Return the table in a file.
+
+    Raises:
+        ConfigError: It cannot be read, or is no such table.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _damaged(str(path), str(error)) from error
+    return parse_table(text, where=str(path))
 
 
 def _card(index: int | None) -> str:

@@ -33,7 +33,7 @@ from quantload.quant.rtn import quantize_rtn
 from quantload.quant.scheme import Scheme
 from quantload.runtime import launch_settings
 from quantload.runtime.gemm import choose
-from quantload.runtime.launch_settings import CardLimits, Settings, Table, parse_table, trying
+from quantload.runtime.launch_settings import CardLimits, Settings, Table, trying
 from quantload.runtime.timing import Graph, capture, copies, in_turns
 
 __all__ = ["FAMILIES", "Tuned", "measure_limits", "read_own_table", "tune", "write_own_table"]
@@ -323,7 +323,7 @@ def read_own_table(card: str) -> Table:
     path = launch_settings.user_table(card)
     if not path.is_file():
         return Table(card)
-    return parse_table(path.read_text(encoding="utf-8"), where=str(path))
+    return launch_settings.read_table(path)
 
 
 def write_own_table(table: Table) -> Path:
@@ -346,7 +346,7 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
     shapes = []
     for part in (part.strip() for part in text.split(",") if part.strip()):
         n, _, k = part.partition("x")
-        if not (n.isdigit() and k.isdigit() and int(n) and int(k)):
+        if not (n.isdecimal() and k.isdecimal() and int(n) and int(k)):
             raise ConfigError(f"{listed([part])} is no shape, expected NxK such as `6144x4096`")
         shapes.append((int(n), int(k)))
     return shapes

@@ -533,3 +533,10 @@ def test_an_incomplete_checkpoint_is_not_loaded(tmp_path):
     done = run("generate", folder, "x")
     assert done.exit_code == 2
     assert "is incomplete: the config counts 3 layers, the files hold 2" in done.stderr
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1"])
+def test_tune_wants_seconds_that_end(seconds):
+    found = CliRunner().invoke(main, ["tune", "--shapes", "64x128", "--seconds", seconds])
+    assert found.exit_code == 2
+    assert "expected a number that is not negative" in found.output

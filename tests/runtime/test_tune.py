@@ -132,10 +132,19 @@ def test_the_own_table_is_written_in_one_step(tmp_path, monkeypatch):
     assert tune.read_own_table("Another Card").kernels == {}
 
 
-def test_shapes_on_the_command_line():
+def test_an_own_table_that_cannot_be_read_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUANTLOAD_CACHE", str(tmp_path))
+    path = tune.write_own_table(Table("Some Card"))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=path.name):
+        tune.read_own_table("Some Card")
+
+
+@pytest.mark.parametrize("text", ["64", "²x3", "0x4"])
+def test_shapes_on_the_command_line(text):
     assert tune.parse_shapes("64x128, 6144x4096") == [(64, 128), (6144, 4096)]
-    with pytest.raises(ConfigError, match="`64` is no shape, expected NxK"):
-        tune.parse_shapes("64")
+    with pytest.raises(ConfigError, match=f"`{text}` is no shape, expected NxK"):
+        tune.parse_shapes(text)
 
 
 @pytest.mark.parametrize(
