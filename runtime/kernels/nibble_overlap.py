@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["described", "layout_of_loads", "overlap_kernel", "unpacked_values"]
+__all__ = ["asked_for", "described", "layout_of_loads", "overlap_kernel", "unpacked_values"]
 
 
 def described(tensor: Tensor, tile: list[int]) -> TensorDescriptor:
@@ -95,11 +95,11 @@ def layout_of_loads(rows, groups, warps):
 
 
 @gluon.jit
-def _meets(
+def asked_for(
     scale, zero, step, rows, groups, N, parts: gl.constexpr, STEP: gl.constexpr,
     FORM: gl.constexpr,
 ):  # fmt: skip
-    """Load what the values of a step meet: scales and zero points, or four tiles of scales."""
+    """Load what the values of a step meet: bits of scales and zero points, or scales of slots."""
     block = step // parts
     if FORM == "fp4_16":
         place = scale + block.to(gl.int64) * (16 * N) + (step % parts * (STEP // 16) + groups)
@@ -284,12 +284,12 @@ def overlap_kernel(
         groups = gl.expand_dims(group_rows * 4, 1) + gl.expand_dims(
             gl.arange(0, STEP // 16, layout=gl.SliceLayout(0, of_group)), 0
         )
-        m0, m1, m2, m3 = _meets(scale, zero, first, rows, groups, N, parts, STEP, FORM)
+        m0, m1, m2, m3 = asked_for(scale, zero, first, rows, groups, N, parts, STEP, FORM)
         w3 = gl.full([BN, STEP], 0.0, gl.bfloat16, layout=values)
         for step in range(first, stop):
             stage = (turn + step) % STAGES
             ahead = gl.minimum(step + 1, stop - 1)
-            n0, n1, n2, n3 = _meets(scale, zero, ahead, rows, groups, N, parts, STEP, FORM)
+            n0, n1, n2, n3 = asked_for(scale, zero, ahead, rows, groups, N, parts, STEP, FORM)
             meets = (m0, m1, m2, m3)
             mbarrier.wait(bars.index(stage), (turn + step) // STAGES & 1)
             words = w_tiles.index(stage).load(values)

@@ -38,7 +38,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quantload.runtime.kernels.nibble_overlap import described, layout_of_loads, unpacked_values
+from quantload.runtime.kernels.nibble_overlap import (
+    asked_for,
+    described,
+    layout_of_loads,
+    unpacked_values,
+)
 from quantload.runtime.kernels.nibble_weight import NibbleWeight
 from quantload.runtime.kernels.rounded_wide import steps_of, summed, tiles_of
 from quantload.runtime.kernels.split_locks import split_locks
@@ -139,28 +144,6 @@ def _pairs(bits, UPPER: gl.constexpr, WHAT: gl.constexpr):
 
 
 @gluon.jit
-def _asked(
-    scale, zero, step, rows, groups, N, parts: gl.constexpr, STEP: gl.constexpr,
-    FORM: gl.constexpr,
-):  # fmt: skip
-    """Load what the values of a step meet: bits of scales and zero points, or scales of slots."""
-    block = step // parts
-    if FORM == "fp4_16":
-        place = scale + block.to(gl.int64) * (16 * N) + (step % parts * (STEP // 16) + groups)
-        return (
-            gl.load(place), gl.load(place + 4 * N), gl.load(place + 8 * N),
-            gl.load(place + 12 * N),
-        )  # fmt: skip
-    else:
-        place = block.to(gl.int64) * N + rows
-        raw = gl.load(scale + place)
-        zeros = raw
-        if FORM == "zero":
-            zeros = gl.load(zero + place)
-        return raw, zeros, raw, raw
-
-
-@gluon.jit
 def _unpacked(
     words, meets, SLOT: gl.constexpr, FORM: gl.constexpr, STEP: gl.constexpr, values: gl.constexpr
 ):  # fmt: skip
@@ -248,11 +231,11 @@ def _multiply(
             gl.arange(0, STEP // 16, layout=gl.SliceLayout(0, of_group)), 0
         )
         acc = nothing
-        m0, m1, m2, m3 = _asked(scale, zero, first, rows, groups, N, parts, STEP, FORM)
+        m0, m1, m2, m3 = asked_for(scale, zero, first, rows, groups, N, parts, STEP, FORM)
         for step in range(first, stop):
             place = done % STAGES
             ahead = gl.minimum(step + 1, stop - 1)
-            n0, n1, n2, n3 = _asked(scale, zero, ahead, rows, groups, N, parts, STEP, FORM)
+            n0, n1, n2, n3 = asked_for(scale, zero, ahead, rows, groups, N, parts, STEP, FORM)
             meets = (m0, m1, m2, m3)
             mbarrier.wait(ready.index(place), (done // STAGES) & 1)
             words = w_ring.index(2 * place + INDEX).load(values)
