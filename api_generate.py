@@ -208,6 +208,8 @@ class TextDecoder:
     ) -> Iterator[Piece]:
         (max_new_tokens,) = check_counts(1, max_new_tokens=max_new_tokens)
         stop = as_texts("stop", () if stop is None else stop, example="\n\n")
+        if "" in stop:
+            raise ConfigError("`stop` has an empty text, expected what ends an answer")
         if stop and self.tokenizer is None:
             raise ConfigError("stop strings without a tokenizer, expected one")
         if not prompts:

@@ -114,6 +114,11 @@ def test_stop_strings_end_a_text(model):
     assert len(found.ids) < len(whole.ids)
 
 
+def test_an_empty_stop_string_is_refused(model):
+    with pytest.raises(ConfigError, match="`stop` has an empty text"):
+        quantload.TextDecoder(model, Letters()).generate("ab", stop=["x", ""])
+
+
 def test_what_may_begin_a_stop_string_comes_at_the_end(model):
     decoder = quantload.TextDecoder(model, Letters())
     (whole,) = decoder.generate("hello", max_new_tokens=16)

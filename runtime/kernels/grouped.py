@@ -13,10 +13,9 @@ product, since the wide side of a tensor-core product should be the weight. Rows
 alternate in eights, so that both are in the registers of one thread. Values of codes are exact in
 bfloat16, scales meet float32 sums; blocks of 128 pairs, and of 64 where settings say so, round the
 product of value and scale to bfloat16 instead (not AFTER), as PyTorch does when it dequantizes: by
-2^-9 of it. Which pairs are a
-block's is read from `route`, or, for few pairs (DIRECT), found by each program itself: pair number
-`block` leads if it is number 0, BM, 2 BM, ... of its expert, else the program ends. Every output is
-summed in one fixed order.
+2^-9 of it. Which pairs are a block's is read from `route`, or, for few pairs (DIRECT), found by
+each program itself: pair number `block` leads if it is number 0, BM, 2 BM, ... of its expert, else
+the program ends. Every output is summed in one fixed order.
 
 Grid: (tiles of N, blocks). Masked: places of a block without a pair, columns past K; rows past N
 repeat the last row and are not stored. Limit: memory up to some tens of pairs an expert.

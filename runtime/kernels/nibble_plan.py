@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -133,28 +132,28 @@ def overlaps(weight: NibbleWeight) -> bool:
 
 def _of_many(plan: Plan, weight: NibbleWeight, tokens: int, card: Card) -> Plan:
     """Return the plan of hundreds of tokens for a weight: overlapping where tiles are enough."""
+    wide = None
     if card.has_copy_engine and overlaps(weight):
-        rounds, wide = _in_fewest_rounds(weight, tokens, card.processors)
-        if rounds:
-            return wide
-    if weight.is_folded and plan.path == "mid":
+        wide = _in_fewest_rounds(weight, tokens, card.processors)
+    if wide is None and weight.is_folded and plan.path == "mid":
         return replace(plan, stages=4, step=32)  # scales take some of the shared memory
-    return plan
+    return wide or plan
 
 
-def _in_fewest_rounds(weight: NibbleWeight, tokens: int, processors: int) -> tuple[int, Plan]:
-    """Return the "wide" plan whose rounds of tiles take the least time, and their number.
+def _in_fewest_rounds(weight: NibbleWeight, tokens: int, processors: int) -> Plan | None:
+    """Return the "wide" plan whose rounds of tiles take the least time.
 
-    Rounds are none where most processors would have no tile.
+    None where each would leave more than three of five processors without a tile.
     """
-    found: list[tuple[float, int, Plan]] = []
-    for (rows, size, stages, step), cost in (_WIDE_INT if weight.form == "int" else _WIDE).items():
-        tiles = -(-weight.rows // rows) * -(-tokens // size)
-        rounds = -(-tiles // processors) if 5 * tiles >= 2 * processors else 0
-        plan = Plan("wide", rows=rows, tokens=size, stages=stages, step=step, swizzle=8)
-        found.append((cost * rounds or math.inf, rounds, plan))
-    _, rounds, plan = min(found, key=lambda one: one[0])
-    return rounds, plan
+    times: dict[tuple[int, int, int, int], float] = {}
+    for tile, us in (_WIDE_INT if weight.form == "int" else _WIDE).items():
+        tiles = -(-weight.rows // tile[0]) * -(-tokens // tile[1])
+        if 5 * tiles >= 2 * processors:
+            times[tile] = us * -(-tiles // processors)
+    if not times:
+        return None
+    rows, size, stages, step = min(times, key=times.__getitem__)
+    return Plan("wide", rows=rows, tokens=size, stages=stages, step=step, swizzle=8)
 
 
 def _busy(plan: Plan, tokens: int, rows: int, blocks: int, processors: int) -> Plan:
@@ -303,6 +302,8 @@ def _for_few(m: int, n: int, k: int) -> Iterator[Plan]:
                     "parallel", rows=rows, tokens=tokens, unroll=unroll, warps=warps,
                     prefetch=prefetch,
                 )  # fmt: skip
+        if tokens == 16 and m <= 8:
+            continue  # the wider tile only ever won with parts of K among the warps of a program
         for rows, warps, stages, tma in (
             (32, 2, 3, False), (32, 1, 3, True), (64, 2, 3, False), (64, 2, 5, False),
             (64, 4, 3, False), (64, 4, 5, False), (64, 4, 5, True), (128, 4, 3, True),

@@ -23,7 +23,7 @@ Letters: M tokens, N output features, C columns of a slice, R rows of a group, B
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -47,6 +47,9 @@ from quantload.runtime.kernels.nibble_overlap import (
 from quantload.runtime.kernels.nibble_weight import NibbleWeight
 from quantload.runtime.kernels.rounded_wide import steps_of, summed, tiles_of
 from quantload.runtime.kernels.split_locks import split_locks
+
+if TYPE_CHECKING:
+    from quantload.runtime.kernels.nibble_plan import Plan
 
 __all__ = ["launch_wide", "wide_kernel"]
 
@@ -308,7 +311,7 @@ def wide_kernel(
 
 
 def launch_wide(
-    x: Tensor, weight: NibbleWeight, bias: Tensor | None, out: Tensor, plan: Any, early: bool
+    x: Tensor, weight: NibbleWeight, bias: Tensor | None, out: Tensor, plan: Plan, early: bool
 ) -> None:
     """Multiply as a `Plan` says into out [M, N]."""
     m, n = out.shape

@@ -11,12 +11,16 @@ from triton.experimental.gluon import language as gl
 __all__ = ["finish", "promoted", "sum_of_splits"]
 
 
+@gluon.constexpr_function
+def _before(part, columns):
+    """Rows of W in the parts before one."""
+    return sum(columns[:part])
+
+
 @gluon.jit
 def _columns(n_start, part: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr):
     """Rows of W that a part of a tile has."""
-    before: gl.constexpr = (
-        0 if part == 0 else (COLUMNS[0] if part == 1 else COLUMNS[0] + COLUMNS[1])
-    )
+    before: gl.constexpr = _before(part, COLUMNS)
     return n_start + before + gl.arange(0, COLUMNS[part], layout=gl.SliceLayout(0, TILES[part]))
 
 
@@ -45,9 +49,7 @@ def promoted(
 @gluon.jit
 def _places(start, part: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr):
     """Pointers to where a part [64, columns] lies of a tile at `start`."""
-    before: gl.constexpr = (
-        0 if part == 0 else (COLUMNS[0] if part == 1 else COLUMNS[0] + COLUMNS[1])
-    )
+    before: gl.constexpr = _before(part, COLUMNS)
     width: gl.constexpr = COLUMNS[part]
     m = gl.arange(0, 64, layout=gl.SliceLayout(1, TILES[part]))
     n = gl.arange(0, width, layout=gl.SliceLayout(0, TILES[part]))
